@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.audit",
-        description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics, "
-        "config and checkpoints agree. Nothing is changed, and the run may be active.",
+        description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics "
+        "and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "
         "Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
         "docs/operations.md lists the comparisons, docs/data.md explains --rewards.",

@@ -13,7 +13,6 @@ import sys
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,8 +173,8 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
 
     config = setup.config
     configure(config.sandbox)
-    with closing(PromptSource(setup.task, setup.tokenizer, seed=config.debug.seed)) as source:
-        prompts = [source.next() for _ in range(-(-count // config.rollout.group_size))]
+    source = PromptSource(setup.task, setup.tokenizer, seed=config.debug.seed)
+    prompts = [source.next() for _ in range(-(-count // config.rollout.group_size))]
     incidents = Incidents(scratch, config.fault, terminal.warn)
     async with launch_environments(setup, terminal, incidents) as (environments, watch):
         policy = RandomPolicy(setup.tokenizer, chat=config.task.template == "chat")

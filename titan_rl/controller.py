@@ -23,7 +23,7 @@ a lag, generators sample and take weights while the trainers step.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, aclosing, closing
+from contextlib import aclosing
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -78,15 +78,13 @@ class Controller:
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
         self.engines_proven = False  # their log-probs equal the trainers'
-        self.sources = ExitStack()  # closes the sources of prompts
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
-        with self.sources:
-            if self.resume.rl is None and self.config.cold_start.steps > 0:
-                await self.cold_start()
-            if not self.stop.requested:
-                await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
+        if self.resume.rl is None and self.config.cold_start.steps > 0:
+            await self.cold_start()
+        if not self.stop.requested:
+            await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
             self.health.raise_if_last_step_unsound()
             with self.run.terminal.phase("export to hf/"):
@@ -263,7 +261,7 @@ class Controller:
         if rl:
             await self.learner.begin(start)
         seed = derive(self.config.debug.seed, "prompts", phase)
-        prompts = self.sources.enter_context(closing(PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)))
+        prompts = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             prompts.load_state_dict(state)
         version = start if rl else BEFORE_RL
@@ -275,7 +273,6 @@ class Controller:
                 self.report.eval(start, evaluations)
         elif start == 0 and (evaluations := await self.evaluate(None)):
             self.report.before_cold_start(evaluations)
-        await prompts.warm_up()
         return prompts
 
     async def prove_engines(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Changes one thing in the files of a finished run, and asks the audit."""
+"""Changes one thing in the files of a finished run, and audits them."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def metrics(forge: Forge) -> Change:
 
 
 def ledger(forge: Forge) -> Change:
-    """Change events, with right numbers and checksums: a bug of the writer."""
+    """Change events, with right numbers and checksums, as a bug of the writer would."""
 
     def change(folder: Path) -> None:
         found = list(events(folder))
@@ -64,25 +64,13 @@ def raw(name: str, forge: Callable[[bytes], bytes]) -> Change:
     return change
 
 
-def both(*changes: Change) -> Change:
-    def change(folder: Path) -> None:
-        for each in changes:
-            each(folder)
-
-    return change
-
-
 def of(lines: list[Line], **what: Any) -> Line:
-    """The first line of which this is true."""
+    """Return the first line with these values."""
     return next(line for line in lines if all(line.get(key) == value for key, value in what.items()))
 
 
 def every(lines: list[Line], **what: Any) -> list[Line]:
     return [line for line in lines if all(line.get(key) == value for key, value in what.items())]
-
-
-def setting(**changes: Any) -> Callable[[Line], None]:
-    return lambda line: line.update(changes)
 
 
 def swap(a: Line, b: Line, *keys: str) -> None:
@@ -106,16 +94,3 @@ def crc(text: bytes) -> bytes:
 def third(line: bytes) -> Callable[[bytes], bytes]:
     """Put this in place of the third line."""
     return lambda whole: b"".join([*whole.splitlines(keepends=True)[:2], line, *whole.splitlines(keepends=True)[3:]])
-
-
-def tail_cut(found: list[Line]) -> None:
-    """Cut a ledger where step 8 was trained."""
-    del found[place(found, event="trained", step=8) :]
-
-
-def made_old(found: list[Line]) -> None:
-    """Leave a ledger as earlier versions wrote it."""
-    without(found, *every(found, event="logged"))
-    for event in found:
-        for key in ("digests", "bounds", "time", *(["attempt"] if event["event"] == "begun" else [])):
-            event.pop(key, None)

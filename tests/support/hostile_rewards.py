@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import pickle
 import re
 import subprocess
 import time
+from contextlib import suppress
 
 _leak: list[bytes] = []
 
@@ -29,7 +31,7 @@ def obey(completion: str) -> float:
             _leak.append(bytes(os.urandom(1)) * 2**26)
             time.sleep(0.01)
     elif word == "grow":
-        _leak.append(b"x" * (600 * 2**20))
+        _leak.append(b"x" * (160 * 2**20))
     elif word == "fork":
         os.fork()  # both return
     elif word == "orphan":
@@ -37,6 +39,11 @@ def obey(completion: str) -> float:
             time.sleep(600)
     elif word == "escape":  # a session of its own, without our environment
         return float(subprocess.Popen(["sleep", "600"], start_new_session=True, env={}).pid)
+    elif word == "forge":  # write to this process's connection as an attacker would
+        for fd in range(3, 64):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                    os.write(fd, FORGED[rest])
     elif word == "pid":
         return float(os.getpid())
     return float((rest[-1:].isdigit() and rest[-1:]) or 0)
@@ -50,6 +57,20 @@ async def patient(completion: str) -> float:
     else:
         await asyncio.sleep(float(seconds))
     return 1.0
+
+
+FORGED = {
+    "pickle": pickle.dumps(["no JSON"]) + b"\n",
+    "text": b'{"reward": "1", "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
+    "infinite": b'{"reward": Infinity, "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
+    "endless": b'{"reward": 1.0, "parts": {}, "error": "", "hung": false, "seconds": Infinity}\n',
+    "deep": b"[" * 100_000 + b"\n",
+}
+
+
+def together(prompt: str, completions: list[str]) -> list[float]:
+    """Judge all answers in one call."""
+    return [obey(completion) for completion in completions]
 
 
 SUMS = {(0, 33): "regex", (63, 77): "raise", (51, 20): "leak", (86, 80): "exit", (80, 99): "fork", (7, 96): "orphan"}

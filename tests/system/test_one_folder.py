@@ -1,4 +1,4 @@
-"""A folder with a live run: who may use it, and who may not. The run writes no checkpoints, and says so."""
+"""A folder with a live run: which programs may use it. The run writes no checkpoints, and its plan names that."""
 
 import json
 import os

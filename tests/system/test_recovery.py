@@ -108,7 +108,7 @@ def test_a_critic_resumes_with_the_policy(runs: Runs, undisturbed: Run, tmp_path
     os.truncate(harmed, harmed.stat().st_size - 1)
     parts = runs.start(folder, "ppo_llama", **ROLES)
     out = " ".join(ends_well(parts).split())
-    assert "the checkpoint of step 16 is damaged, and that of step 8 is used instead" in out
+    assert "the checkpoint of step 16 is damaged, and the checkpoint of step 8 is used instead" in out
     for model in ("checkpoint", "checkpoint/critic"):
         assert {path.name for path in (folder / model).glob("*-*")} == {"damaged-16.1", "step-8", "step-16"}, "kept"
     whole, again = (run.lines("metrics.jsonl") for run in (undisturbed, parts))

@@ -128,7 +128,7 @@ def test_damaged_checkpoints_only_end_with_1_and_a_damaged_one_is_in_the_plan(
     (old / "checkpoint/step-2/.metadata").write_text("whole")
     assert start("--job.dump_folder", str(old)) == 0
     assert begun[0][0].resume.rl == 2
-    assert "the checkpoint of step 3 is damaged, and that of step 2 is used" in " ".join(
+    assert "the checkpoint of step 3 is damaged, and the checkpoint of step 2 is used" in " ".join(
         capsys.readouterr().out.split()
     )
     assert sorted(path.name for path in (old / "checkpoint").iterdir()) == ["damaged-3.1", "step-2"]

@@ -23,11 +23,11 @@ from titan_rl.wire.types import PhaseName
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    folders: tuple[Path, ...]  # of the policy, and of the critic if one is trained
+    folders: tuple[Path, ...]  # the policy's, and the critic's if one is trained
 
     @classmethod
     def of(cls, folder: Path, config: Config, phase: PhaseName = "rl") -> "Checkpoints":
-        """Return those of a phase in a run's folder."""
+        """Return the checkpoints of a phase in a run's folder."""
         policy = folder / config.checkpoint.folder
         if phase == "cold_start":
             return cls((policy / "cold_start",))
@@ -39,8 +39,8 @@ class Checkpoints:
         return sorted(set.intersection(*steps))
 
     def newest(self, *, read: bool = False) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step that counts, and what is wrong with each whole step after it. Sizes are compared, or
-        all bytes are `read`."""
+        """Return the newest step that counts, and the damage of each whole step after it. Sizes are compared, or all
+        bytes are `read`."""
         damaged: dict[int, str] = {}
         for step in reversed(self.whole_steps()):
             if not (why := self.damage(step, read=read)):

@@ -18,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from titan_rl.record.metric_docs import DOCS
 from titan_rl.wire.types import RATIO_EDGES
 
-_files = count()  # of this process
+_files = count()  # event files that this process has opened
 
 
 class Curves:

@@ -1,4 +1,4 @@
-"""What failed during a run and what was done about it: faults.jsonl, a line on the terminal, and a restart budget.
+"""Records the failures of a run and their outcomes: faults.jsonl, a line on the terminal, and a restart budget.
 
 lost (role, reason) ── respawned ── back (after N seconds, with N steps or samples to repeat)
                     └── given up: the run continues with fewer replicas, or ends
@@ -16,8 +16,16 @@ from titan_rl.record.lines import LineFile, Unwritable, encode
 from titan_rl.wire.errors import DeadlinePassed, RunError
 
 NAME = "faults.jsonl"
-KEYS = ("who", "why", "time", "outcome", "seconds", "redone", "anew")  # of the file, in the order of Incident's fields
-ROLLBACK = "rollback"  # a role of its own: steps were lost, not a process
+KEYS = (
+    "who",
+    "why",
+    "time",
+    "outcome",
+    "seconds",
+    "redone",
+    "anew",
+)  # in faults.jsonl, in the order of Incident's fields
+ROLLBACK = "rollback"  # the role of an incident that lost steps and no process
 
 
 @dataclass(slots=True)
@@ -54,7 +62,7 @@ class Incidents:
         self._fault = fault
         self._say = self.note = say  # `note` shows a message about something that is no incident
         self._unwritten: list[bytes] = []  # lines that the disk refused, tried again with the next
-        self._noticed: dict[int, float] = {}  # by id: when, on a clock that nobody sets
+        self._noticed: dict[int, float] = {}  # by id: when, on the monotonic clock
         self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
 
     def lost(self, role: str, error: RunError) -> Incident:

@@ -5,17 +5,17 @@
                           │           └── failed ────── dropped: failed, and why
                           └── admitted again, by a run that resumes or rewinds: its next attempt
 
-A group whose rollouts may have several turns has an event `turn` for each of them, when an engine has answered it: how
-many tokens were read before it and their checksum, and the digest of what was sampled. Its `sampled` then has the
-status of each rollout, and the attempts of its driver; earlier attempts count for nothing.
+A group whose rollouts may have several turns has an event `turn` for each of them, when an engine has answered it: the
+number and the checksum of the tokens before it, and the digest of the sampled ones. Its `sampled` then has the status
+of each rollout, and the attempts of its driver; earlier attempts count for nothing.
 
 Packing has no event: a step packs exactly the prompts that it trains. Replicas have none either: a group's samples may
 be split and may move, and the run's timeline shows which replica sampled when. `failed` counts the attempts at judging
 a group.
 
-`begun` records the bounds that are in force from there on, and the checksum of config.toml. `sampled` has a digest of
-each sample as the engine returned it, and `logged` the checksums of the step's lines in metrics.jsonl and
-rollouts.jsonl, so that these files can be compared with the ledger. Ledgers of earlier versions have none of these.
+`begun` records the bounds that are in force from there on. `sampled` has a digest of each sample as the engine returned
+it, and `logged` the checksums of the step's lines in metrics.jsonl and rollouts.jsonl, so that these files can be
+compared with the ledger.
 
 Each line is one event, `CRC-32 JSON`; the JSON includes the line's number. This is not a database: appending needs no
 lock and no second file, and a person can grep the file. The events of a step are on disk before its checkpoint is
@@ -60,7 +60,7 @@ BOUNDS = (
     "checkpoint.interval",
     "fault.snapshot_interval",
 )
-"""The keys that an audit holds a run to. A run may be resumed with other values."""
+"""The keys whose values bound a run in an audit. A run may be resumed with other values."""
 MOST_ERROR = 500
 """Characters of why an answer has no reward."""
 
@@ -82,18 +82,15 @@ class Ledger(SelfClosing):
         next: int,
         open: Sequence[int],
         *,
+        bounds: Mapping[str, int],
         attempt: int = 1,
-        bounds: Mapping[str, int] | None = None,
         bad_rows: int = 0,
     ) -> None:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
         of this process; `bad_rows` were left out of the data."""
-        more: dict[str, Any] = {"bad_rows": bad_rows} if bad_rows else {}
-        if bounds is not None:
-            more |= {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
-            if (config := self._path.with_name("config.toml")).exists():
-                more["config"] = zlib.crc32(config.read_bytes())
+        more: dict[str, Any] = {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
+        more |= {"bad_rows": bad_rows} if bad_rows else {}
         self._append("begun", step=step, next=next, open=list(open), **more)
         self._file.flush()
         lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
@@ -137,8 +134,7 @@ class Ledger(SelfClosing):
         )
 
     def scored(self, prompt: int, rewards: Sequence[float], errors: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Record the rewards; NaN: the rollout says nothing about the policy, and has none. `errors`: why the judge
-        gave none, by sample."""
+        """Record the rewards; NaN: the rollout has none. `errors`: why the judge gave none, by sample."""
         more = {"errors": {str(sample): error[:MOST_ERROR] for sample, error in errors.items()}} if errors else {}
         self._append("scored", prompt=prompt, rewards=rewards, **more)
 
@@ -231,9 +227,9 @@ def _is_bounds(value: Any) -> bool:
 
 
 EVENTS = {
-    "begun": fields("step next", "open"),
+    "begun": fields("step next", "open", bounds=_is_bounds),
     "admitted": fields("prompt turn attempt"),
-    "sampled": fields("prompt", "versions tokens"),
+    "sampled": fields("prompt", "versions tokens digests"),
     "turn": fields("prompt sample attempt turn tokens digest", "read"),
     "scored": fields("prompt", rewards=list_of(_is_reward)),
     "failed": fields("prompt attempt", error=is_text),
@@ -243,6 +239,6 @@ EVENTS = {
     "saved": fields("step"),
 }
 """The fields of each event of the ledger, and the check of each value."""
-OPTIONAL = fields("attempt config bad_rows", "digests attempts", time=is_number, bounds=_is_bounds) | {
-    "statuses": list_of(lambda value: value in get_args(Status))
-}
+OPTIONAL = fields(
+    "attempt bad_rows", "attempts", time=is_number, statuses=list_of(lambda value: value in get_args(Status))
+)

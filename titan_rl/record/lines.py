@@ -26,7 +26,7 @@ SHOWN = 8  # line numbers in a warning
 
 
 def no_room(path: Path, why: str) -> str:
-    """Return how many bytes are free where `path` is, if `why` says that there are too few; else ""."""
+    """Return the free bytes where `path` is, if the error `why` is about a full disk; else ""."""
     if not _full(why):
         return ""
     with suppress(OSError):
@@ -163,8 +163,8 @@ def _settle(
     stays: Callable[[bytes], object],
     warn: Callable[[str], None],
 ) -> int:
-    """Move lines aside as LineFile says, and return the number of those that are kept. What moves is safe on disk
-    before it leaves `path`."""
+    """Move lines aside as LineFile describes, and return the number of lines that stay. Moved lines are safe on disk
+    before they leave `path`."""
     if not path.exists():
         return 0
     kept = size = 0
@@ -217,7 +217,7 @@ def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file atomically: after a crash it holds all of `text` or all of what it held before."""
+    """Replace the file atomically: after a crash it holds all of `text` or its whole old text."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -301,7 +301,7 @@ def invalid(
 
 
 def objects(path: Path, expected: Mapping[str, Check]) -> Iterator[tuple[str, bytes, dict[str, Any] | str]]:
-    """Yield each whole line's place, its bytes, and its object, or what is wrong with it."""
+    """Yield each whole line's place, its bytes, and its object, or the problem with it."""
     for number, line in enumerate(whole_lines(path), 1):
         at = f"{path.name}, line {number}"
         try:

@@ -1,9 +1,10 @@
-"""Every scalar that a step may log, and what it means: TensorBoard shows these texts.
+"""Every scalar that a step may log, with its meaning: TensorBoard shows these texts.
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
-number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
-"reward_part/NAME" that of a component of the reward, or of the grader. A set of [eval.sets] logs "eval/NAME/avg@K" and
-"eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/operations.md).
+number of tokens of each age from 0 on. Environments may report numbers, whose means are "environment/NAME".
+"reward_part/NAME" is the mean of a component of the reward, or of the grader. A set of [eval.sets] logs
+"eval/NAME/avg@K" and "eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length"
+(docs/operations.md).
 """
 
 from typing import get_args
@@ -49,7 +50,7 @@ DOCS: dict[str, str] = {
     "off_policy/masked": "Share of trained tokens that the correction masks out.",
     "policy_age/mean": "Mean age of the trained tokens: optimizer steps since their sampling, minus 1; 0 is on-policy.",
     "policy_age/max": "Age of the step's oldest token.",
-    "inflight/groups": "Groups in flight when the step ended, including those of the next step.",
+    "inflight/groups": "Groups in flight when the step ended, including the next step's.",
     "inflight/finished": "Groups in flight that were finished and waited to be trained on.",
     "bubble/trainer": "Share of the step in which the trainers neither trained nor scored rollouts.",
     "bubble/generator": "Share of the step in which the average engine did not sample; evaluation counts as sampling.",

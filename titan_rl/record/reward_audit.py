@@ -1,6 +1,6 @@
 """Looks for rewards that were won without the task: what `python -m titan_rl.audit --rewards RUN` prints.
 
-    rollouts.jsonl, ledger.jsonl, config.toml -> the first and the last third of the steps -> facts, suspicions, samples
+    rollouts.jsonl, ledger.jsonl -> the first and the last third of the steps -> facts, suspicions, samples
 
 A gain between the two periods is split (Kitagawa): by how much would the mean reward have changed if each length (or
 format) had kept its own mean, and only their frequencies had changed? If that is most of the gain, the policy has
@@ -16,24 +16,19 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import StatisticsError, correlation, fmean, pstdev
 from typing import Any
 
-from titan_rl.config.toml import ConfigError, load
 from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_history import ROLLOUTS
 
 GRADER = "grader"  # as tasks/rubric.py calls it
-PERIODS = 3  # the first and the last of so many are compared
+PERIODS = 3  # equal parts of the steps; the first and the last are compared
 ALONE = 0.7
 """Share of a gain from which one feature alone is suspicious."""
 FOLLOWS = 0.3
 """Share of the reward's gain, in standard deviations, that an honest grader is expected to show."""
-DOMINATES = 0.9
-"""Share of the reward's spread within groups from which a component dominates."""
-AGREES = 0.5
-"""Correlation with the grader from which a component may dominate."""
 EVERYWHERE = 4
 """Prompts with different references that one text answers."""
 SHOWN = 3  # samples that are named per suspicion
@@ -43,7 +38,7 @@ MARKS = ("<think>", "</think>", "\\boxed", "```", "####", "{", "\n\n", "- ", "**
 
 @dataclass(frozen=True, slots=True)
 class JudgedSample:
-    """What the audit keeps of a line of rollouts.jsonl."""
+    """The fields of a line of rollouts.jsonl that the audit needs."""
 
     step: int
     prompt: int
@@ -74,16 +69,15 @@ def reward_report(folder: Path) -> list[str]:
     gain, noise = _gain(early, late, _reward)
     first, last = f"steps {steps[0]} to {steps[third - 1]}", f"steps {steps[-third]} to {steps[-1]}"
     what = f"reward: {_mean(early):.3f} in {first}, {_mean(late):.3f} in {last}"
-    lines.append(f"{what}: a gain of {gain:+.3f}, {'within' if abs(gain) < 2 * noise else 'beyond'} noise")
+    lines.append(f"{what}: a gain of {gain:+.3f}, {'beyond' if abs(gain) > 2 * noise else 'within'} noise")
     grows = gain > 2 * noise
     lines += _grader(early, late, gain, grows)
     lines += _features(early, late, gain, grows)
-    lines += _duplicates(early, late)
-    return [*lines, *_components(folder, early, late, gain, grows)]
+    return [*lines, *_duplicates(early, late)]
 
 
 def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
-    """Return the answers that have a reward, and the number of those that have none."""
+    """Return the answers that have a reward, and the number of answers without one."""
     found, unrewarded = list[JudgedSample](), 0
     for line in whole_lines(folder / ROLLOUTS):
         with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -195,11 +189,10 @@ def _correlation(
     samples: Sequence[JudgedSample], a: Callable[[JudgedSample], float], b: Callable[[JudgedSample], float]
 ) -> float:
     """Return Pearson's; NaN if one of the two is constant."""
-    x, y = [a(sample) for sample in samples], [b(sample) for sample in samples]
-    sx, sy, mx, my = pstdev(x), pstdev(y), fmean(x), fmean(y)
-    if not sx or not sy:
+    try:
+        return correlation([a(sample) for sample in samples], [b(sample) for sample in samples])
+    except StatisticsError:
         return math.nan
-    return fmean((p - mx) * (q - my) for p, q in zip(x, y, strict=True)) / (sx * sy)
 
 
 # -- length and format ------------------------------------------------------------------------------------------------
@@ -208,8 +201,8 @@ def _correlation(
 def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
     lengths = [_mean(samples, lambda sample: sample.tokens) for samples in (early, late)]
     centered = _correlation(late, _centered(late, _reward), _centered(late, lambda sample: sample.tokens))
-    told = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
-    yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {told}"
+    shown = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
+    yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {shown}"
     if not grows:
         return
     features: dict[str, Callable[[JudgedSample], Hashable]] = {
@@ -223,7 +216,7 @@ def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain:
             counts = [Counter(map(of, samples)) for samples in (early, late)]
             risen = max(counts[1], key=lambda key: counts[1][key] / len(late) - counts[0][key] / len(early))
             was, now = (count[risen] / len(samples) for count, samples in zip(counts, (early, late), strict=True))
-            what = f"what rose most went from {was:.0%} to {now:.0%} of the answers"
+            what = f"the value that rose most had {was:.0%} of the answers, then {now:.0%}"
             yield f"{SUSPECT}{name} alone explains the gain; {what}"
             yield from _name(sorted([s for s in late if of(s) == risen], key=_reward, reverse=True))
 
@@ -276,42 +269,3 @@ def _duplicates(early: Sequence[JudgedSample], late: Sequence[JudgedSample]) -> 
                 f"earns {earned:.3f}; the mean is {mean:.3f}"
             )
             yield from _name(alike[text])
-
-
-# -- components -------------------------------------------------------------------------------------------------------
-
-
-def _components(
-    folder: Path, early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool
-) -> Iterator[str]:
-    weights: Mapping[str, Any] = {}
-    with suppress(ConfigError, OSError, ValueError):
-        weights = load(folder / "config.toml").task.rewards
-    short = Counter([name.rpartition(":")[2] for name in weights] + [GRADER])
-    labels = {(own if short[own := name.rpartition(":")[2]] == 1 else name): float(w) for name, w in weights.items()}
-    if len(labels) < 2:
-        return
-    total = _centered(late, _reward)
-    spread = fmean(total(sample) ** 2 for sample in late)
-    for label, weight in labels.items():
-
-        def part(sample: JudgedSample, label: str = label, weight: float = weight) -> float:
-            return weight * sample.parts.get(label, 0.0)
-
-        own = _centered(late, part)
-        share = fmean(own(s) * total(s) for s in late) / spread if spread else 0.0
-        rise = _mean(late, part) - _mean(early, part)
-        told = f", {rise / gain:.0%} of the gain" if grows else ""
-        yield f"component {label}: {share:.0%} of what distinguishes answers to a prompt{told}"
-        if len({part(sample) for sample in late}) == 1:
-            constant = late[0].parts.get(label, 0.0)
-            yield f"component {label} is {constant:g} for every answer at the end: it teaches nothing"
-        if (share >= DOMINATES or (grows and rise / gain >= DOMINATES)) and not _graded_alike(late, part):
-            yield f"{SUSPECT}component {label} dominates the reward"
-            yield from _name(sorted(late, key=part, reverse=True))
-
-
-def _graded_alike(samples: Sequence[JudgedSample], part: Callable[[JudgedSample], float]) -> bool:
-    """Return True if the grader agrees with a component, which may then decide."""
-    graded = [sample for sample in samples if GRADER in sample.parts]
-    return bool(graded) and _correlation(graded, part, lambda sample: sample.parts[GRADER]) >= AGREES

@@ -1,4 +1,4 @@
-"""What a run finds in its folder: checkpoints to resume from, and free names for what is moved aside."""
+"""Finds the checkpoints that a run resumes from, and moves old runs and damaged checkpoints aside."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ FOLDER_CHECK_SECONDS = 1.0
 
 
 class FolderRefused(Exception):
-    """A run folder that cannot be used; str() names the key, what was expected and what was found."""
+    """A run folder that cannot be used; str() names the key, the expected value and the actual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def sound_resume(
         )
     notes: list[str] = []
     for step, why in damaged.items():
-        used = "a snapshot" if sound is None else f"that of step {sound}"
+        used = "a snapshot" if sound is None else f"the checkpoint of step {sound}"
         moved = "" if dry else f"; it was renamed to {_set_aside(checkpoints, step)}"
         notes.append(f"the checkpoint of step {step} is damaged, and {used} is used instead: {why}{moved}")
     if damaged:

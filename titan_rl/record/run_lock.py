@@ -29,7 +29,7 @@ class RunLock(SelfClosing):
         self._fd = _lock(self._folder)
 
     def move_old_run(self) -> None:
-        """Move what is in the folder aside and continue with an empty one, which is locked too."""
+        """Move the folder's files aside and continue with an empty folder, which is locked too."""
         if os.listdir(self._folder) != [LOCK]:
             moved, old = move_aside(self._folder), self._fd
             (moved / LOCK).unlink()

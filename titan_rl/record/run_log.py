@@ -3,7 +3,7 @@
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
-    tb/              TensorBoard events; the cold start's steps are a run of their own, tb/cold_start
+    tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
 lines move to `*.superseded.jsonl` and their points leave TensorBoard's curves, so no step is counted twice.
@@ -195,7 +195,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
 
 
 def verdict_fields(rollout: Rollout) -> dict[str, Any]:
-    """Return what a line has besides, if the judge said more than a number."""
+    """Return the fields that a line has if its judge returned more than a number."""
     found: dict[str, Any] = {"rewards": {**rollout.rewards, **rollout.parts}} if rollout.parts else {}
     return found | ({"error": rollout.unrewarded} if rollout.unrewarded else {})
 
@@ -205,8 +205,8 @@ def joined(parts: Sequence[list[Any]]) -> list[Any]:
 
 
 def turn_fields(rollout: Rollout) -> dict[str, Any]:
-    """Return what a line has besides, unless the rollout is a single answer. Its tokens are those of all branches, one
-    after the other, and of each branch those of its turns: `read` tokens, then `sampled` ones."""
+    """Return the fields that only a rollout of several turns has. Its tokens are one branch after the other, and in
+    each branch one turn after the other: `read` tokens, then `sampled` ones."""
     return {
         "status": rollout.status,
         "attempts": rollout.attempts,
@@ -237,8 +237,8 @@ def checksum(lines: Iterable[bytes], found: int = 0) -> int:
 
 
 def open_after(path: Path, last: Mapping[str, float], warn: Callable[[str], None] = lambda message: None) -> LineFile:
-    """Open `path` for appending, and keep each kind's lines up to its `last` step; those of an unknown kind count as
-    steps of RL.
+    """Open `path` for appending, and keep each kind's lines up to its `last` step; lines of an unknown kind count
+    as steps of RL.
 
     Lines are in the order in which they were written: from the first later one on, or a torn one, all of them move to
     `*.superseded.jsonl`. Damaged lines move there too.

@@ -1,4 +1,4 @@
-"""What the rewards of an evaluation say: avg@k, unbiased pass@k, and 95% intervals. Pure numpy.
+"""Summarizes the rewards of an evaluation: avg@k, unbiased pass@k, and 95% intervals. Pure numpy.
 
     rewards[i][j], answer j to problem i ──> a value per problem ──> mean over problems, interval over problems
 
@@ -15,7 +15,7 @@ import numpy as np
 
 Z = 1.959963984540054  # two-sided 95%
 RESAMPLES = 2000
-MOST_DRAWS = 4_000_000  # of the bootstrap: 0.1 s
+MOST_DRAWS = 4_000_000  # by the bootstrap, in 0.1 s
 FEWEST_RESAMPLES = 200
 
 

@@ -54,7 +54,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
 
 
 def known_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, without damaged ones and those of an unknown kind."""
+    """Yield the lines of metrics.jsonl, without damaged lines and lines of an unknown kind."""
     for line in whole_lines(path):
         with suppress(ValueError):
             found = json.loads(line)

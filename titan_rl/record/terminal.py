@@ -31,12 +31,12 @@ from titan_rl.record.plan_view import RunPlan, labelled, plan_view
 PLAIN_WIDTH = 120
 HEADER_EVERY = 20  # steps
 REFRESH = 0.1  # seconds between two drawings of the status line
-REMIND = 30.0  # seconds between two plain lines that say what is still running
+REMIND = 30.0  # seconds between two plain lines that name the running work
 ERASE_BELOW = "\x1b[J"
 DOWN, UP = "\n\n", "\x1b[2A\r"  # one empty line and one more: a warning of two lines, the usual kind, fits
 GAP_MEAN, GAP_MULT = 1e-2, 1.05  # above these, trainer and generator disagree more than rounding explains
 
-DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # of nested phases, in each asyncio task
+DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # nested phases of each asyncio task
 
 
 @dataclass(slots=True)

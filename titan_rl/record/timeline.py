@@ -86,23 +86,23 @@ async def timeline(
 class Clocks:
     """Gives spans of other hosts the time of this one, whose clock may be set otherwise.
 
-    A rank's clock is right if it shows a time between the question for its spans and its answer. If it does not, it is
-    corrected to the middle of the two, for as long as what it then shows lies between them."""
+    A rank's clock is right if it shows a time between the question for its spans and its answer. Otherwise it is
+    corrected to the middle of the two, as long as the corrected time lies between them."""
 
     def __init__(self, now: Callable[[], int], note: Callable[[str], None]) -> None:
         self.now, self._note = now, note
         self._ahead: dict[str, int] = {}  # ns, by rank
         self._said: set[int] = set()  # seconds
 
-    def corrected(self, rank: str, taken: Recorded, asked: int, heard: int) -> Recorded:
+    def corrected(self, rank: str, recorded: Recorded, asked: int, answered: int) -> Recorded:
         ahead = self._ahead.get(rank, 0)
-        if taken.now and not asked <= taken.now - ahead <= heard:
-            right = asked <= taken.now <= heard
-            ahead = self._ahead[rank] = 0 if right else taken.now - (asked + heard) // 2
+        if recorded.now and not asked <= recorded.now - ahead <= answered:
+            right = asked <= recorded.now <= answered
+            ahead = self._ahead[rank] = 0 if right else recorded.now - (asked + answered) // 2
             self._say(rank, ahead / 1e9)
         if not ahead:
-            return taken
-        return taken._replace(spans=[each._replace(begin=each.begin - ahead) for each in taken.spans])
+            return recorded
+        return recorded._replace(spans=[each._replace(begin=each.begin - ahead) for each in recorded.spans])
 
     def _say(self, rank: str, seconds: float) -> None:
         if abs(seconds) >= SAID_SECONDS and round(seconds) not in self._said:

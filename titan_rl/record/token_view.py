@@ -1,4 +1,4 @@
-"""A conversation on the terminal, token by token: what the policy read, what it sampled, and control tokens."""
+"""Shows a conversation on the terminal, token by token: read, sampled and control tokens."""
 
 from collections.abc import Sequence
 

@@ -4,7 +4,7 @@
                                                                       -> hopeless (it waits for N of its turns)
                                                                       -> neither
 
-It knows what the run's ledger says about groups that were trained on or dropped, and nothing of those in flight.
+It knows the groups that were trained on or dropped, as the run's ledger does, and none in flight.
 """
 
 import math
@@ -19,17 +19,17 @@ class Curriculum:
         """`size`: number of training examples, of which the `unfit` ones are never sampled."""
         self._settings, self._unfit = settings, unfit
         self._fit = size - len(unfit)
-        self._streaks: dict[int, int] = {}  # of examples whose last visits were solved: how many
-        self._out: set[int] = set()  # those that dropped out
+        self._streaks: dict[int, int] = {}  # by example: number of last visits that were solved
+        self._out: set[int] = set()  # examples that dropped out
         self._waits: dict[int, int] = {}  # turns that an example still waits
-        self.note = ""  # what happened, until somebody has told it
+        self.note = ""  # a message for the user, until PromptSource.take_note returns it
 
     @property
     def on(self) -> bool:
         return self._settings.on
 
     def visited(self, index: int, rewards: Sequence[float]) -> None:
-        """Count the answers to an example. NaN: there is no reward; a group without any says nothing."""
+        """Count the answers to an example. NaN: there is no reward; a group without any changes nothing."""
         known = [reward for reward in rewards if not math.isnan(reward)]
         if not known or not self.on:
             return
@@ -61,7 +61,7 @@ class Curriculum:
         return self._fit - len(self._out) - len(self._waits)
 
     def _revive(self) -> None:
-        """Let those that wait be sampled now, or if all dropped out, let all of them begin again."""
+        """Let waiting examples be sampled now, or if all dropped out, let all of them begin again."""
         if self._waits:
             self.note = f"curriculum: the {len(self._waits)} prompts that are not solved all wait: they are sampled now"
             self._waits.clear()

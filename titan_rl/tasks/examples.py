@@ -36,7 +36,7 @@ class Example:
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     where: str = ""  # file:line
-    source: str = ""  # of [task.sources]
+    source: str = ""  # name in [task.sources]
     demonstration: Demonstration = ()
 
 
@@ -47,10 +47,10 @@ class SourceRows:
     examples: list[Example]
     recognized: str = ""  # whose rows they are, if the configured columns are not there
     bad: int = 0  # rows that task.skip_bad_rows left out
-    problems: tuple[str, ...] = ()  # of the first of these
+    problems: tuple[str, ...] = ()  # with the first bad rows
 
     def notes(self, path_key: str) -> Iterator[str]:
-        """Yield what a person should know about them."""
+        """Yield notes for the user about the rows."""
         if self.recognized:
             yield f"{path_key}: {self.recognized}"
         if self.bad:
@@ -59,7 +59,7 @@ class SourceRows:
 
 
 class BadRows(ValueError):
-    """What is wrong with the rows of a source, one line per row."""
+    """Names the bad rows of a source, one line per row."""
 
     def __init__(self, problems: list[str], path: str) -> None:
         self.problems = named(problems, path)
@@ -121,20 +121,20 @@ def _example(row: dict[str, Any], where: str, source: DataSource, keys: RowKeys)
         for number, message in enumerate(prompt, 1):
             _check_message(message, f"message {number} of {keys.columns[0]!r}")
     answer, *rejected = (_answer_text(value, column) for value, column in zip(answers, keys.columns[1:], strict=True))
-    shown = _demonstration(row, source.demonstration_key) if source.demonstration_key else ()
-    return Example(prompt, answer, row, *rejected, where=where, source=source.name, demonstration=shown)
+    demonstration = _demonstration(row, source.demonstration_key) if source.demonstration_key else ()
+    return Example(prompt, answer, row, *rejected, where=where, source=source.name, demonstration=demonstration)
 
 
 def _demonstration(row: dict[str, Any], column: str) -> Demonstration:
-    """Return a conversation as turns of the policy, each with what it reads next."""
-    said = cell(row, column)
-    if said is ABSENT or not said:
+    """Return a conversation as turns of the policy, each with the messages that it reads next."""
+    messages = cell(row, column)
+    if messages is ABSENT or not messages:
         return ()
     turns: list[tuple[str, list[Message]]] = []
-    if not _is_chat(said) or said[0]["role"] != "assistant" or said[-1]["role"] != "assistant":
+    if not _is_chat(messages) or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
         expected = f"a list of chat messages in {column!r}, the first and the last of the assistant"
-        raise ValueError(f"expected {expected}, found {_short(said)}")
-    for number, message in enumerate(said, 1):
+        raise ValueError(f"expected {expected}, found {_short(messages)}")
+    for number, message in enumerate(messages, 1):
         if not isinstance(message["content"], str) or message.get("tool_calls"):
             expected = f"message {number} of {column!r} to have its text, also of calls, as content"
             raise ValueError(f"expected {expected}, found {_short(message)}")

@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
-    """Yield where each row is and the row, or what is wrong with it. Blank lines are skipped."""
+    """Yield the place of each row and the row, or the problem with it. Blank lines are skipped."""
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -21,7 +21,7 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
 
 
 def _row(line: str, where: str) -> Row:
-    """Return a line's JSON object. The ValueError says why it is none, or cannot be text."""
+    """Return a line's JSON object. Raise ValueError if it is none, or has a text that UTF-8 cannot encode."""
     if line.startswith("\ufeff"):
         raise ValueError(f"{where}: expected UTF-8 without a byte order mark, found one")
     try:

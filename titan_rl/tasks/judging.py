@@ -8,7 +8,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from titan_rl.config.sections import Config, TaskSection
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, SideThread, answer_of
+from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
+from titan_rl.tasks.reward_thread import SideThread
 from titan_rl.tasks.rewards import BUILT_IN, Messages
 from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
 from titan_rl.wire.cores import host_memory

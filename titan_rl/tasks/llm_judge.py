@@ -2,8 +2,8 @@
 
     prompt, reference, answer ──> judge_prompt ──> POST judge_url/chat/completions ──> the last number in 0..judge_scale
 
-The key is read from the environment and sent to that URL; no file and no message has it. A judge that does not answer,
-refuses, or says no number fails the answer: it has no reward, and its error is named.
+The key is read from the environment and sent to that URL; no file and no message has it. If the judge does not
+answer, refuses, or replies without a number, the answer has no reward, and the error is named.
 """
 
 import json
@@ -73,23 +73,23 @@ class LlmJudge:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             async with self._session.post(f"{self._url}/chat/completions", json=body, headers=headers) as reply:
-                found = await reply.text()
+                body_text = await reply.text()
                 status = reply.status
         except aiohttp.ClientError as error:
             raise ConnectionError(f"the judge at {self._url} did not answer: {type(error).__name__}") from None
         if status != 200:
-            raise ConnectionError(f"the judge at {self._url} answered {status}: {_without(key, found)}")
-        return self._read(key, found)
+            raise ConnectionError(f"the judge at {self._url} answered {status}: {_without(key, body_text)}")
+        return self._read(key, body_text)
 
-    def _read(self, key: str, found: str) -> float:
+    def _read(self, key: str, body: str) -> float:
         try:
-            said = json.loads(found)["choices"][0]["message"]["content"]
-            value = last_number_of(said)
+            text = json.loads(body)["choices"][0]["message"]["content"]
+            value = last_number_of(text)
         except (ValueError, LookupError, TypeError, AttributeError):
-            value, said = None, found
+            value, text = None, body
         if value is None or not 0 <= value <= self._scale:
             expected = f"a number from 0 to {self._scale}"
-            raise ValueError(f"expected the judge to reply with {expected}, found {_without(key, str(said))!r}")
+            raise ValueError(f"expected the judge to reply with {expected}, found {_without(key, str(text))!r}")
         return float(value / self._scale)
 
 

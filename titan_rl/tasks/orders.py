@@ -1,63 +1,24 @@
-"""The endless order of a task's training examples: of one source a pure function of the seed, of several what
-actors/source_mixture.py draws."""
+"""The endless order of a task's training examples: a pure function of the seed and the place."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+
+import numpy as np
 
 from titan_rl.tasks.task import Task, TaskPart
-from titan_rl.wire.errors import RunError
-from titan_rl.wire.seeds import shuffled
+from titan_rl.wire.seeds import derive, shuffled
 
-PROGRAM = "import sys; sys.path[:] = {path!r}; from titan_rl.actors.source_mixture import serve; serve(*{given!r})"
-ATTEMPTS = 3
-PATIENCE = 600.0
-"""Seconds until a new process must have imported torch and answered."""
+CHUNK = 4096  # draws among sources that are computed at a time
 
 
-class Order(Protocol):
-    def index_at(self, place: int) -> int:
-        """Return the index of the example at a place. Places are asked for in order."""
-        ...
-
-    def state_at(self, place: int) -> dict[str, Any]:
-        """Return what `continue_at` needs besides the place."""
-        ...
-
-    def continue_at(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def order_of(task: Task, seed: int) -> Order:
+def order_of(task: Task, seed: int) -> Callable[[int], int]:
+    """Return the function from a place to the index of its example."""
     if task.endless:
-        return EndlessOrder()
-    return MixedOrder(task.parts, seed) if task.parts else EpochOrder(len(task.train), seed)
+        return lambda place: place  # endless problems are drawn by the seed already
+    return (MixedOrder(task.parts, seed) if task.parts else EpochOrder(len(task.train), seed)).index_at
 
 
-class EndlessOrder:
-    """Each place is the index of its example: endless problems are drawn by the seed already."""
-
-    def index_at(self, place: int) -> int:
-        return place
-
-    def state_at(self, place: int) -> dict[str, Any]:
-        return {}
-
-    def continue_at(self, state: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class EpochOrder(EndlessOrder):
+class EpochOrder:
     """Each epoch is all examples in a new order."""
 
     def __init__(self, size: int, seed: int) -> None:
@@ -70,78 +31,32 @@ class EpochOrder(EndlessOrder):
 
 
 class MixedOrder:
-    """Draws from sources by their weights; each source is in a new order in each of its epochs. The draws come in
-    chunks from a process. Its state at the beginning of a chunk is part of the cursor, and restarts it if it dies."""
+    """Draws from sources by their weights. The n-th draw of a source is the n-th example of its EpochOrder."""
 
     def __init__(self, parts: Sequence[TaskPart], seed: int) -> None:
-        self._given = [(part.name, part.count, part.weight) for part in parts], seed
-        self._first = 0  # place of the chunk's first row
-        self._rows: list[int] = []
-        self._state: Any = None  # of the nodes at the beginning of the chunk; None: at the beginning of the order
-        self._closed = False
-        self._spawn()  # imports torch while the run starts its meshes
+        counts, weights = [part.count for part in parts], np.array([part.weight for part in parts])
+        self._orders = [EpochOrder(part.count, derive(seed, "source", part.name)) for part in parts]
+        self._first = np.cumsum([0, *counts])  # index of each source's first example
+        self._shares, self._seed = np.cumsum(weights)[:-1] / weights.sum(), derive(seed, "mixture")
+        self._before = [np.zeros(len(parts), np.int64)]  # [sources], by chunk: draws of each source before it
+        self._chunk = lru_cache(maxsize=2)(self._drawn)
 
     def index_at(self, place: int) -> int:
-        while place >= self._first + len(self._rows):
-            self._first += len(self._rows)
-            chunk = self._ask({} if self._rows else {"state": self._state})
-            self._state, self._rows = chunk["state"], chunk["rows"]
-        return self._rows[place - self._first]
+        chunk, place = divmod(place, CHUNK)
+        while len(self._before) <= chunk:
+            drawn, _ = self._chunk(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self._orders)))
+        drawn, earlier = self._chunk(chunk)
+        source = int(drawn[place])
+        example = self._orders[source].index_at(int(self._before[chunk][source] + earlier[place]))
+        return int(self._first[source]) + example
 
-    def state_at(self, place: int) -> dict[str, Any]:
-        if place >= self._first + len(self._rows):  # `index_at` has not asked for the place
-            self.index_at(place)
-        return {"mixture": {"first": self._first, "nodes": self._state}}
-
-    def continue_at(self, state: dict[str, Any]) -> None:
-        chunk = state["mixture"]
-        self._first, self._state, self._rows = chunk["first"], chunk["nodes"], []
-
-    def close(self) -> None:
-        self._closed = True
-        self._end()
-
-    def _end(self) -> None:
-        """Kill the process, which holds nothing that matters. A thread that waits for it hears of it."""
-        self._process.kill()
-        self._process.wait()
-        with suppress(OSError):  # it has not read what was written
-            self._lines.close()
-        self._socket.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the next chunk. A process that dies is replaced by one that continues after the current chunk."""
-        last: Exception | None = None
-        for attempt in range(ATTEMPTS):
-            if self._closed:
-                break
-            try:
-                if attempt:
-                    self._end()
-                    self._spawn()
-                    if "state" not in request:
-                        self._answer({"state": self._state})  # the current chunk again
-                return self._answer(request)
-            except (OSError, ValueError) as error:
-                last = error
-        raise RunError(f"the process that mixes task.sources failed {ATTEMPTS} times", f"The last error: {last}.")
-
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._lines.write(json.dumps(request) + "\n")
-        self._lines.flush()
-        return json.loads(self._lines.readline())  # ValueError: it has ended
-
-    def _spawn(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(PATIENCE)
-        self._lines = self._socket.makefile("rw", encoding="utf-8")
-        program = PROGRAM.format(path=sys.path, given=(theirs.fileno(), *self._given))
-        quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TITAN_RL_PROC": "mixture"}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, **quiet},
-            )
+    def _drawn(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each draw, and the number of earlier draws of that source within the chunk."""
+        bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(chunk,))).random_raw(CHUNK)
+        drawn = np.searchsorted(self._shares, bits / 2.0**64, side="right")  # [CHUNK]
+        earlier = np.zeros(CHUNK, np.int64)
+        for source in range(len(self._orders)):
+            places = np.flatnonzero(drawn == source)
+            earlier[places] = np.arange(places.size)
+        return drawn, earlier

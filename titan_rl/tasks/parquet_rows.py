@@ -1,4 +1,4 @@
-"""Reads the rows of Parquet files as those of JSONL files."""
+"""Reads the rows of Parquet files as if they were JSONL files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ BATCH = 1024  # rows that are in memory as Arrow has them
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row is (rows count from 1) and the row. Raise ValueError if the file cannot be read."""
+    """Yield the place of each row (rows count from 1) and the row. Raise ValueError if the file cannot be read."""
     import pyarrow  # 0.2 s, which most runs do not need
     import pyarrow.parquet
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from titan_rl.record.evaluation import Answer, Evaluation
-from titan_rl.tasks.reward_pool import RewardHung
+from titan_rl.tasks.reward_thread import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.stop_reasons import FAILED
@@ -23,12 +23,12 @@ class Problems:
     prompts: Sequence[Prompt]
     judge: Judge
     sampling: Sampling
-    name: str = ""  # of a set of [eval.sets]; empty: the run's held-out problems
+    name: str = ""  # in [eval.sets]; empty: the run's held-out problems
     samples: int = 1  # per problem
     temperature: float = 0.0
     correct_at: float = 1.0
     seed: int = 0
-    attempts: int = 1  # of a reward that fails
+    attempts: int = 1  # calls of a reward that fails
     parallel: int = 1  # answers that are judged at the same time
 
     async def score(self, plays: Plays, warn: Callable[[str], None], temperature: float = 0.0) -> float:
@@ -37,7 +37,7 @@ class Problems:
 
     async def measure(self, plays: Plays, warn: Callable[[str], None]) -> Evaluation:
         """Sample and judge all answers with the weights that the generators hold. `warn` is called with the number of
-        those that cannot be sampled or judged."""
+        answers that cannot be sampled or judged."""
         sampling = replace(self.sampling, temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0)
         judging = Judging(self)
 
@@ -63,7 +63,7 @@ class Problems:
 
 
 class Unrewarded(Exception):
-    """A judge gave no reward, and says why."""
+    """A judge gave no reward. str() is the reason."""
 
 
 class Judging:
@@ -87,7 +87,7 @@ class Judging:
             try:
                 reward = await self._reward(prompt, rollout)
             except RunError:
-                raise  # of a mesh
+                raise  # a mesh failed
             except Exception as error:
                 named = isinstance(error, Unrewarded)  # it names the error itself
                 why = str(error) if named else f"{type(error).__name__}: {error}"

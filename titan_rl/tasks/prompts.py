@@ -2,12 +2,11 @@
 
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
-so that a run which resumes with other limits continues where it was in the same order. The draws from several sources
-need a state of their own, which is a part of the cursor. With a curriculum the order depends on what was solved: then
-the cursor also has the visits of each example, and the examples of the prompts in flight.
+so that a run which resumes with other limits continues where it was in the same order. With a curriculum the order
+depends on the solved examples: then the cursor also has the visits of each example, and the examples of the prompts in
+flight.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -30,18 +29,14 @@ class PromptSource:
         self._identity: dict[str, Any] = {"seed": seed, "examples": len(task.train)}
         if task.parts:
             self._identity["sources"] = {part.name: [part.count, part.weight] for part in task.parts}
-        self._order = order_of(task, seed)
+        self._index_at = order_of(task, seed)
         self._position = 0  # id of the next prompt
         self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
         self._curriculum = Curriculum(task.curriculum, len(task.train), task.unfit)
         self._remembers = self._curriculum.on
         self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
-        self._again: deque[tuple[int, int]] = deque()  # the same, of those that were in flight when the run was cut
-
-    async def warm_up(self) -> None:
-        """Return when `next` does not have to wait for a process that draws from several sources."""
-        await asyncio.to_thread(self._order.state_at, self._place)
+        self._again: deque[tuple[int, int]] = deque()  # prompts that were in flight when the run was cut
 
     def next(self) -> Prompt:
         while self._position in self._taken:
@@ -59,7 +54,7 @@ class PromptSource:
         return self._task.prompt(self._task.train[index], id, self._tokenizer)
 
     def visited(self, id: int, rewards: Sequence[float]) -> None:
-        """Tell the curriculum what became of a prompt that is no longer in flight."""
+        """Pass the rewards of a prompt that is no longer in flight to the curriculum."""
         if (index := self._issued.pop(id, None)) is not None:
             self._curriculum.visited(index, rewards)
 
@@ -68,7 +63,7 @@ class PromptSource:
         return self._curriculum.metrics
 
     def take_note(self) -> str:
-        """Return what a person should know since the last call, or ""."""
+        """Return the curriculum's message for the user since the last call, or ""."""
         note, self._curriculum.note = self._curriculum.note, ""
         return note
 
@@ -81,15 +76,14 @@ class PromptSource:
 
     def _next_fitting(self) -> int:
         while True:
-            index = self._order.index_at(self._place)
+            index = self._index_at(self._place)
             self._place += 1
             if index not in self._task.unfit:
                 return index
 
     def state_dict(self) -> dict[str, Any]:
         skipped = {"place": self._place} if self._place != self._position else {}
-        more = skipped | self._order.state_at(self._place)
-        return {**self._identity, "position": self._position, **more, "taken": sorted(self._taken)}
+        return {**self._identity, "position": self._position, **skipped, "taken": sorted(self._taken)}
 
     def cut(self, inflight: Collection[int]) -> dict[str, Any] | None:
         """Return the state from which a run resumes with the prompts in flight, if their examples depend on more than
@@ -103,12 +97,17 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
         whose order differs."""
-        found = {key: state.get(key) for key in (*self._identity, *(["sources"] if "sources" in state else []))}
-        if found != self._identity:
+        identity = {key: state.get(key) for key in (*self._identity, *(["sources"] if "sources" in state else []))}
+        if identity != self._identity:
             raise RunError(
-                f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
+                f"expected a checkpoint whose prompts were ordered by {self._identity}, found {identity}: restore "
                 'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
                 "that do not fit and keeps the order), or start from scratch with --job.fresh"
+            )
+        if "mixture" in state:
+            raise RunError(
+                "expected a checkpoint whose prompts this version drew from task.sources, found one of an earlier "
+                "version, whose draws differ: start from scratch with --job.fresh"
             )
         if "position" in state:
             self._position = state["position"]
@@ -121,15 +120,11 @@ class PromptSource:
         self._remembers = self._curriculum.on or bool(self._again)
         if "curriculum" in state:
             self._curriculum.load_state_dict(state["curriculum"])
-        self._order.continue_at(state)
-
-    def close(self) -> None:
-        self._order.close()
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
     """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
-    turns, what the policy says is trained on, and never what it reads."""
+    turns, the policy's texts are trained on, and never the messages that it reads."""
     if prompt.demonstration:
         return [demonstrated(prompt, tokenizer)]
     return [_answered(prompt, prompt.answer, tokenizer)]
@@ -155,28 +150,28 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
 def demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
     """Return a demonstration as a rollout would have it. It ends before what the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
-    for said, read in prompt.demonstration:
-        spoken = [*tokenizer.encode(said), tokenizer.eos]
-        tokens += spoken
-        mask += [1] * len(spoken)
-        if not read:
+    for text, observation in prompt.demonstration:
+        sampled = [*tokenizer.encode(text), tokenizer.eos]
+        tokens += sampled
+        mask += [1] * len(sampled)
+        if not observation:
             continue
-        messages = [{"role": "user", "content": read}] if isinstance(read, str) else read
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if prompt.messages:
-            shown = tokenizer.chat.extend(tokens, messages)
+            read = tokenizer.chat.extend(tokens, messages)
         else:
-            shown = tokenizer.encode("".join(message["content"] for message in messages))
-        if shown is None:
+            read = tokenizer.encode("".join(message["content"] for message in messages))
+        if read is None:
             break
-        tokens += shown
-        mask += [0] * len(shown)
+        tokens += read
+        mask += [0] * len(read)
     return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens))
 
 
 def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
-    said = [*tokenizer.encode(answer), tokenizer.eos]
-    asked = len(prompt.tokens)
-    return Sample(tokens=[*prompt.tokens, *said], mask=[0] * asked + [1] * len(said), prompt=asked)
+    sampled = [*tokenizer.encode(answer), tokenizer.eos]
+    length = len(prompt.tokens)
+    return Sample(tokens=[*prompt.tokens, *sampled], mask=[0] * length + [1] * len(sampled), prompt=length)
 
 
 SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}

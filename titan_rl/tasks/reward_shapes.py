@@ -5,7 +5,7 @@
     f(prompts, completions, completion_ids, **columns)       TRL's reward_funcs: lists with one entry per answer
     f(data_source, solution_str, ground_truth, extra_info)   verl's compute_score
 
-A function gets those of the keywords that it takes, and may be async.
+A function gets the keywords that it takes, and may be async.
 """
 
 import inspect
@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from titan_rl.tasks.rewards import OFFERED, Answered, given, load_function, number, parameters, shown, taken
+from titan_rl.tasks.rewards import (
+    OFFERED,
+    Answered,
+    accepted_keywords,
+    keyword_values,
+    load_function,
+    number,
+    parameters,
+    short_repr,
+)
 from titan_rl.tasks.verifiers import VERIFIERS
 from titan_rl.wire.types import Prompt
 
@@ -32,8 +41,8 @@ class Component:
     """A reward function, ready to be called."""
 
     name: str
-    call: Callable[..., Any]  # of (prompt, answer), or of (prompt, answers) if `at_once`; may return an awaitable
-    read: Callable[[Any], Any]  # makes a ComponentScore, or a list of them, of what `call` returned
+    call: Callable[..., Any]  # (prompt, answer), or (prompt, answers) if `at_once`; may return an awaitable
+    read: Callable[[Any], Any]  # makes a ComponentScore, or a list of them, from the value that `call` returned
     at_once: bool = False  # it judges all answers to a prompt in one call
     asynchronous: bool = False
 
@@ -46,13 +55,13 @@ def component(name: str, arguments: Arguments | None = None) -> Component:
             name, verify, lambda value: ComponentScore(number(value, name)), asynchronous=asynchronous(verify)
         )
     function = load_function(name, VERIFIERS)
-    found = {p.name: p for p in parameters(function, name)}
-    spread = any(p.kind is p.VAR_KEYWORD for p in found.values())
-    if "solution_str" in found:
+    keywords = {p.name: p for p in parameters(function, name)}
+    spread = any(p.kind is p.VAR_KEYWORD for p in keywords.values())
+    if "solution_str" in keywords:
         return _of_verl(function, name)
-    if "completions" in found and (spread or "prompts" in found):
+    if "completions" in keywords and (spread or "prompts" in keywords):
         return _of_trl(function, name)
-    return _own(function, name, at_once="completions" in found)
+    return _own(function, name, at_once="completions" in keywords)
 
 
 def asynchronous(function: Callable[..., Any]) -> bool:
@@ -60,17 +69,17 @@ def asynchronous(function: Callable[..., Any]) -> bool:
 
 
 def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component:
-    keys = taken(function, name, [*_offered_at_once(Prompt(0, "", [], ""), ())] if at_once else OFFERED)
+    keys = accepted_keywords(function, name, [*_offered_at_once(Prompt(0, "", [], ""), ())] if at_once else OFFERED)
 
     def one(prompt: Prompt, answer: Answered) -> Any:
-        return function(**given(keys, prompt, answer))
+        return function(**keyword_values(keys, prompt, answer))
 
     def all_at_once(prompt: Prompt, answers: Sequence[Answered]) -> Any:
         every = _offered_at_once(prompt, answers)
         return function(**{key: every[key] for key in keys})
 
     if at_once:
-        return Component(name, all_at_once, lambda found: _scores(found, name, Extras()), at_once=True)
+        return Component(name, all_at_once, lambda rewards: _scores(rewards, name, Extras()), at_once=True)
     plain = Component(name, one, lambda value: ComponentScore(number(value, name)))
     return Component(name, one, plain.read, asynchronous=asynchronous(function))
 
@@ -86,7 +95,7 @@ def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, A
 
 @dataclass(slots=True)
 class Extras:
-    """What a function of TRL's says by log_metric and log_extra. Texts are not kept."""
+    """Collects the numbers that a TRL function passes to log_metric and log_extra. Texts are not kept."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -105,43 +114,44 @@ class Extras:
 def _of_trl(function: Callable[..., Any], name: str) -> Component:
     def call(prompt: Prompt, answers: Sequence[Answered]) -> Any:
         extras = Extras()
-        found = function(**_columns(function, name, prompt, answers, extras))
-        if not inspect.isawaitable(found):
-            return found, extras
+        rewards = function(**_columns(function, name, prompt, answers, extras))
+        if not inspect.isawaitable(rewards):
+            return rewards, extras
 
         async def later() -> Any:
-            return await found, extras
+            return await rewards, extras
 
         return later()
 
-    return Component(name, call, lambda found: _scores(found[0], name, found[1]), at_once=True)
+    return Component(name, call, lambda result: _scores(result[0], name, result[1]), at_once=True)
 
 
 def _columns(
     function: Callable[..., Any], name: str, prompt: Prompt, answers: Sequence[Answered], extras: Extras
 ) -> dict[str, Any]:
-    """Return what TRL calls a reward function with. Of a chat, prompts and completions are lists of messages."""
+    """Return the arguments that TRL calls a reward function with. For a chat, prompts and completions are lists of
+    messages."""
     n, chat = len(answers), [dict(message) for message in prompt.messages]
-    said = [[{"role": "assistant", "content": answer.text}] if chat else answer.text for answer in answers]
+    completions = [[{"role": "assistant", "content": answer.text}] if chat else answer.text for answer in answers]
     reserved = ("prompt", "completion", "completion_ids")
     row = {"answer": prompt.answer} | {key: value for key, value in prompt.row.items() if key not in reserved}
     every: dict[str, Any] = {key: [value] * n for key, value in row.items()} | {
         "prompts": [chat or prompt.text] * n,
-        "completions": said,
+        "completions": completions,
         "completion_ids": [list(answer.tokens) for answer in answers],
         "trainer_state": SimpleNamespace(global_step=max((answer.version for answer in answers), default=0)),
         "log_metric": extras.log_metric,
         "log_extra": extras.log_extra,
     }
-    return {key: every[key] for key in taken(function, name, [*every])}
+    return {key: every[key] for key in accepted_keywords(function, name, [*every])}
 
 
-def _scores(found: Any, name: str, extras: Extras) -> list[ComponentScore]:
-    if not isinstance(found, Sequence) and hasattr(found, "tolist"):  # an array, a tensor
-        found = found.tolist()
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-        raise TypeError(f"task.reward: expected {name!r} to return a list of rewards, found {shown(found)}")
-    values = [None if value is None else (value, name) for value in found]
+def _scores(rewards: Any, name: str, extras: Extras) -> list[ComponentScore]:
+    if not isinstance(rewards, Sequence) and hasattr(rewards, "tolist"):  # an array, a tensor
+        rewards = rewards.tolist()
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes):
+        raise TypeError(f"task.reward: expected {name!r} to return a list of rewards, found {short_repr(rewards)}")
+    values = [None if value is None else (value, name) for value in rewards]
     return [ComponentScore(None if each is None else _finite(*each), extras.of(row)) for row, each in enumerate(values)]
 
 
@@ -158,7 +168,7 @@ def _finite(value: Any, name: str) -> float:
 
 def _of_verl(function: Callable[..., Any], name: str) -> Component:
     keys = ["data_source", "solution_str", "ground_truth", "extra_info"]
-    keys = taken(function, name, keys)
+    keys = accepted_keywords(function, name, keys)
 
     def call(prompt: Prompt, answer: Answered) -> Any:
         row, model = prompt.row, prompt.row.get("reward_model")
@@ -172,22 +182,24 @@ def _of_verl(function: Callable[..., Any], name: str) -> Component:
         }
         return function(**{key: every[key] for key in keys})
 
-    def read(found: Any) -> ComponentScore:
-        if not isinstance(found, Mapping):
-            return ComponentScore(number(found, name))
-        if "score" not in found:
-            raise TypeError(f"task.reward: expected {name!r} to return a dict with a 'score', found {shown(found)}")
+    def read(result: Any) -> ComponentScore:
+        if not isinstance(result, Mapping):
+            return ComponentScore(number(result, name))
+        if "score" not in result:
+            raise TypeError(
+                f"task.reward: expected {name!r} to return a dict with a 'score', found {short_repr(result)}"
+            )
         return ComponentScore(
-            number(found["score"], name), numbers_of({k: v for k, v in found.items() if k != "score"})
+            number(result["score"], name), numbers_of({k: v for k, v in result.items() if k != "score"})
         )
 
     return Component(name, call, read, asynchronous=asynchronous(function))
 
 
-def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers among some values; others cannot be logged."""
     numbers = dict[str, float]()
-    for key, value in found.items():
+    for key, value in values.items():
         if isinstance(value, int | float) and math.isfinite(value):
             numbers[str(key)] = float(value)
     return numbers

@@ -1,5 +1,5 @@
-"""The simplest rewards, f(prompt, text of the completion) -> float, and what all reward functions share: how they are
-found, what they may take, and what they may return. reward_shapes.py calls them."""
+"""The simplest rewards, f(prompt, text of the completion) -> float, and rules of all reward functions: how they are
+found, which arguments they may take, and which values they may return. reward_shapes.py calls them."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from titan_rl.wire.types import Prompt
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 
 OFFERED = ("prompt", "completion", "answer", "row", "messages")
-"""What a reward function may take by keyword."""
+"""Keywords that a reward function may take."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,11 +31,11 @@ class Reward(Protocol):
 
 
 class Answered(NamedTuple):
-    """What a reward may see of a rollout."""
+    """The part of a rollout that a reward may see."""
 
     text: str
     tokens: Sequence[int] = ()
-    version: int = 0  # of the policy that sampled it
+    version: int = 0  # the policy's that sampled it
     messages: Messages = ()  # that a rollout of several turns recorded
 
 
@@ -112,13 +112,13 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
     except SystemExit as error:  # must not end the run, least of all as a success
         raise ValueError(f"task.reward: expected {name!r} to import, found {error!r}") from error
     if not callable(function):
-        raise TypeError(f"task.reward: expected {name!r} to be a function, found {shown(function)}")
+        raise TypeError(f"task.reward: expected {name!r} to be a function, found {short_repr(function)}")
     return function
 
 
-def given(keys: Collection[str], prompt: Prompt, answer: Answered) -> dict[str, Any]:
-    """Return those of OFFERED that a function takes: prompt, completion and answer are texts, row is the example's,
-    messages is the conversation."""
+def keyword_values(keys: Collection[str], prompt: Prompt, answer: Answered) -> dict[str, Any]:
+    """Return the values of `keys`, which are among OFFERED: prompt, completion and answer are texts, row is the
+    example's, messages is the conversation."""
     every: dict[str, Any] = {"prompt": prompt.text, "completion": answer.text, "answer": prompt.answer}
     every["row"] = prompt.row
     if "messages" in keys:
@@ -138,21 +138,23 @@ def number(value: Any, name: str) -> float:
     """Return what a reward function returned as a float: any finite number, also of numpy, torch, decimal."""
     scalar = isinstance(value, int | float | SupportsFloat) and getattr(value, "ndim", 0) == 0
     if not scalar or isinstance(value, str | bytes):
-        raise TypeError(f"task.reward: expected {name!r} to return a float, int or bool, found {shown(value)}")
+        raise TypeError(f"task.reward: expected {name!r} to return a float, int or bool, found {short_repr(value)}")
     try:
-        found = float(value)
+        converted = float(value)
     except Exception as error:  # an int beyond any float, a tensor without data
-        why = f"{shown(value)} ({type(error).__name__}: {error})"
+        why = f"{short_repr(value)} ({type(error).__name__}: {error})"
         raise ValueError(f"task.reward: expected {name!r} to return a number, found {why}") from error
-    if not math.isfinite(found):
-        raise ValueError(f"task.reward: expected {name!r} to return a finite number, found {shown(value)}")
-    if abs(found) > FLOAT32_MAX:
-        raise ValueError(f"task.reward: expected {name!r} to return a number of float32's range, found {shown(value)}")
-    return found
+    if not math.isfinite(converted):
+        raise ValueError(f"task.reward: expected {name!r} to return a finite number, found {short_repr(value)}")
+    if abs(converted) > FLOAT32_MAX:
+        raise ValueError(
+            f"task.reward: expected {name!r} to return a number of float32's range, found {short_repr(value)}"
+        )
+    return converted
 
 
-def shown(value: Any) -> str:
-    """Return a short repr, of whatever it may be."""
+def short_repr(value: Any) -> str:
+    """Return a truncated repr of any object."""
     try:
         text = repr(value)
     except Exception:
@@ -164,22 +166,22 @@ def parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramete
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        why = f"{shown(function)} ({error})"
+        why = f"{short_repr(function)} ({error})"
         raise TypeError(f"task.reward: expected {name!r} to be a function with a signature, found {why}") from error
 
 
-def taken(function: Callable[..., Any], name: str, offered: Sequence[str]) -> list[str]:
+def accepted_keywords(function: Callable[..., Any], name: str, offered: Sequence[str]) -> list[str]:
     """Return the keywords that the function takes. Raise TypeError if it requires any other argument."""
-    found = parameters(function, name)
-    for p in found:
+    declared = parameters(function, name)
+    for p in declared:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if required and (p.name not in offered or p.kind is p.POSITIONAL_ONLY):
             raise TypeError(
                 f"task.reward: expected {name!r} to require no keywords but {', '.join(offered)}, found {p}"
             )
-    if any(p.kind is p.VAR_KEYWORD for p in found):
+    if any(p.kind is p.VAR_KEYWORD for p in declared):
         return [*offered]
-    keywords = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    keywords = {p.name for p in declared if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return [key for key in offered if key in keywords]
 
 

@@ -19,7 +19,7 @@ EXPECTED = "expected a JSONL or Parquet file"
 
 
 class FileState(NamedTuple):
-    """A file, and what changes when it does."""
+    """A file, and the values that change when it does."""
 
     path: Path
     modified: int
@@ -28,7 +28,7 @@ class FileState(NamedTuple):
 
 
 def row_files(name: str, key: str) -> tuple[FileState, ...]:
-    """Return the files of the path `name`, in the order in which they are read. `key` is that of the config."""
+    """Return the files of the path `name`, in the order in which they are read. `key` is the config's."""
     try:
         if name.startswith(HUB):
             paths = _of_hub(name, key)

@@ -1,7 +1,7 @@
 """Recognizes whose rows a data set has, by the columns of its first row.
 
-A configured key that the row has is used as it is. A key that is the default and absent is that of the first format
-below whose columns the row has. Dots go into tables: "reward_model.ground_truth".
+A configured key that the row has is used as it is. A key that is the default and absent is replaced by the key of the
+first format below whose columns the row has. Dots go into tables: "reward_model.ground_truth".
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ PAIR_FORMATS = (RowFormat("TRL", ("prompt", "chosen", "rejected"), {"prompt_key"
 class RowKeys(NamedTuple):
     """The columns that are read, in order: prompt and answer, or prompt, chosen and rejected."""
 
-    names: tuple[str, ...]  # of the keys of the config
+    names: tuple[str, ...]  # keys of the config
     columns: tuple[str, ...]
     format: str = ""  # that was recognized; empty: the configured columns are there
 

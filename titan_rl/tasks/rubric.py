@@ -1,4 +1,4 @@
-"""A reward made of weighted components, and what judges answers by it, in whatever process.
+"""A reward made of weighted components, and the scorer that judges answers by it, in any process.
 
     Rubric (data: names, weights, the grader) -> Scorer (its functions, imported) -> a Judgement per answer
 
@@ -24,7 +24,7 @@ from titan_rl.wire.types import Judgement, Prompt
 GRADER = "grader"
 """The name of the grader's number among the parts of a verdict."""
 OUTSIDE = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
-"""Folders of code that is not the user's."""
+"""Folders whose code is not the user's."""
 
 Found = ComponentScore | Exception
 
@@ -33,7 +33,7 @@ Found = ComponentScore | Exception
 class Rubric:
     parts: tuple[tuple[str, float], ...]  # names of reward functions, and their weights
     grader: str = ""
-    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()  # of built-in verifiers
+    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()  # for built-in verifiers
 
     @property
     def names(self) -> list[str]:
@@ -58,8 +58,8 @@ class JudgeRequest(NamedTuple):
     rubric: Rubric
     prompt: Prompt | None = None
     answers: Sequence[Answered] = ()
-    rows: Sequence[int] = ()  # of the answers, those to judge
-    ungraded: Sequence[int] = ()  # of these, those that the grader has failed on
+    rows: Sequence[int] = ()  # indices of the answers to judge
+    ungraded: Sequence[int] = ()  # rows that the grader has failed on
     seconds: float | None = None
 
 
@@ -99,13 +99,16 @@ class Scorer:
         *,
         ungraded: Collection[int] = (),
         seconds: float | None = None,
-        at: Callable[[str], None] = lambda what: None,
+        at: Callable[[str, bool], None] = lambda name, has_deadline: None,
     ) -> Iterator[tuple[int, Judgement]]:
         """Yield a verdict for each of `rows`, as soon as it is known. `seconds`: deadline of one async call. `at` is
-        called before what may take as long: the name of a function of all answers, or of the grader."""
+        called before each call that may take as long, with its name and whether it ends itself when it is late: a
+        function of all answers, an async one, the grader; and with "" when those of all answers have returned."""
         found = [self._together(part, prompt, answers, rows, seconds, at) for part in self._parts]
         graded = [row for row in rows if row not in ungraded] if self._grader is not None else []
         grades = self._together(self._grader, prompt, answers, graded, seconds, at) if self._grader and graded else {}
+        if grades or any(found):
+            at("", False)
         for row in rows:
             own = [
                 together[row] if together else _called(part, prompt, answers[row])
@@ -113,7 +116,7 @@ class Scorer:
             ]
             grade = grades.get(row)
             if self._grader is not None and row in graded and not grades:
-                at(GRADER)
+                at(GRADER, False)
                 grade = _called(self._grader, prompt, answers[row])
             yield row, self._verdict(own, grade)
 
@@ -124,15 +127,15 @@ class Scorer:
         answers: Sequence[Answered],
         rows: Sequence[int],
         seconds: float | None,
-        at: Callable[[str], None],
+        at: Callable[[str, bool], None],
     ) -> dict[int, Found]:
-        """Return what a component says of these rows, if it judges them together; else nothing."""
+        """Return a component's scores of these rows, if it judges them together; else nothing."""
         if part.at_once:
-            at(GRADER if part is self._grader else part.name)
+            at(GRADER if part is self._grader else part.name, False)
             return dict(zip(rows, self._of_all(part, prompt, answers, rows), strict=True))
         if not part.asynchronous:
             return {}
-        at(GRADER if part is self._grader else part.name)
+        at(GRADER if part is self._grader else part.name, True)
 
         async def one(row: int) -> Found:
             try:
@@ -178,7 +181,7 @@ class Scorer:
                 if score.value is not None:
                     total, applied = total + weight * score.value, True
                     parts |= {label: score.value} if label else {}
-        error = said(*failed) if failed else ""
+        error = error_text(*failed) if failed else ""
         if not failed and not applied:
             error = "no reward function applies to this answer: all returned None"
         if not error:
@@ -190,13 +193,13 @@ class Scorer:
             parts |= {GRADER: grade.value}
         reward = math.nan if error else total
         if self._grader is not None and isinstance(grade, Exception):
-            error = error or f"the grader: {said(self._grader, grade)}"
+            error = error or f"the grader: {error_text(self._grader, grade)}"
         return Judgement(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
 
 
 def judge_once(part: Component, prompt: Prompt, answer: Answered) -> None:
-    """Call a function on one answer, or on two copies of it if it judges all answers at once. Raise what it raises, or
-    what is wrong with what it returns. It need not apply to this answer."""
+    """Call a function on one answer, or on two copies of it if it judges all answers at once. Raise its
+    error, or ValueError if it returns no finite number. It need not apply to this answer."""
     value = part.call(prompt, [answer] * 2 if part.at_once else answer)
     if part.at_once or part.asynchronous:
         value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
@@ -212,7 +215,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
-    """Return the score of one call, or what it raised: a sys.exit in user code ends only this call."""
+    """Return the score of one call, or its exception: a sys.exit in user code ends only this call."""
     try:
         return part.read(part.call(prompt, answer))
     except Exception as error:
@@ -221,8 +224,8 @@ def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
         return RuntimeError(repr(error))
 
 
-def said(part: Component, error: Exception) -> str:
-    """Return what a function raised, and where in the user's code."""
+def error_text(part: Component, error: Exception) -> str:
+    """Return the text of an exception, and its place in the user's code."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

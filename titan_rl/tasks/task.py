@@ -34,7 +34,7 @@ class TaskPart:
 
     name: str
     count: int
-    weight: float  # of being drawn, relative to those of the other sources
+    weight: float  # relative frequency of its draws
     system_prompt: str
     template: str  # Jinja; empty: the tokenizer's own
     kwargs: Mapping[str, Any]
@@ -50,11 +50,11 @@ class Task:
     system_prompt: str = ""
     unfit: Collection[int] = frozenset()  # indices of training examples that are left out, because they do not fit
     game: Game | None = None  # which demonstrates its problems
-    seed: int = 0  # of the demonstrations
-    notes: tuple[str, ...] = ()  # what a person should know about the rows
+    seed: int = 0  # for the demonstrations
+    notes: tuple[str, ...] = ()  # for the user, about the rows
     bad_rows: int = 0  # that task.skip_bad_rows left out
     curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
-    parts: Sequence[TaskPart] = ()  # of the training examples, in order, if they are of several sources
+    parts: Sequence[TaskPart] = ()  # the training examples' sources, in order, if there are several
 
     @property
     def endless(self) -> bool:
@@ -71,11 +71,11 @@ class Task:
         text, messages = example.prompt, ()
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self._system(example))
-        shown = example.demonstration
+        demonstration = example.demonstration
         if self.game:
-            shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
-        given = (example.answer, example.row, example.rejected)
-        return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
+            demonstration = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
+        columns = (example.answer, example.row, example.rejected)
+        return Prompt(id, str(text), tokens, *columns, messages, demonstration, example.where)
 
     def read(self, example: Example, tokenizer: TextTokenizer) -> list[int]:
         """Return the tokens of the example, by the chat template and the system prompt of its source."""
@@ -100,7 +100,7 @@ def with_chat(tokenizer: TextTokenizer, settings: ChatSettings) -> TextTokenizer
 
 
 def template_text(template: str) -> str:
-    """Return the template, or what is in the file that it names."""
+    """Return the template, or the text of the file that it names."""
     return Path(template).read_text(encoding="utf-8") if template and not is_inline(template) else template
 
 
@@ -148,7 +148,7 @@ def _part(source: DataSource, count: int) -> TaskPart:
 
 
 def set_rows(run: config.Config, chosen: EvalSet) -> SourceRows:
-    """Return the rows of an evaluation set that has files of its own."""
+    """Return the rows of an evaluation set that has files."""
     return read_source(source_of(run.task, chosen.path, f"eval.sets.{chosen.name}.path"), chosen.size or None)
 
 

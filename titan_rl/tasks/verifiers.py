@@ -1,4 +1,4 @@
-"""Built-in verifiers: what task.reward, task.rewards, task.eval_reward and task.grader may name.
+"""Built-in verifiers: names for task.reward, task.rewards, task.eval_reward and task.grader.
 
 Each is made from task.reward_args, so that a bad argument is found before a run starts, and judges one answer. Those
 that may hang ("regex", "math", "json_schema", "reasoning_gym") run in reward processes, as a user's functions do.
@@ -23,7 +23,7 @@ from titan_rl.wire.types import Prompt
 Arguments = Mapping[str, bool | int | float | str]
 Verify = Callable[[Prompt, Answered], Any]
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
-MATH_SECONDS = 5  # of math-verify's own deadlines; the process's is task.reward_seconds
+MATH_SECONDS = 5  # math-verify's deadlines; the process's is task.reward_seconds
 
 
 def argument(arguments: Arguments, key: str, kind: type, default: Any = None) -> Any:
@@ -43,7 +43,7 @@ def by_text(reward: Reward) -> Callable[[Arguments], Verify]:
 
 
 def near_number(arguments: Arguments) -> Verify:
-    """1.0 if the answer's last number is that of the reference within `tolerance`, relative to the latter."""
+    """1.0 if the answer's last number is within `tolerance` of the reference's, relative to the latter."""
     tolerance = argument(arguments, "tolerance", float, 1e-6)
     if not 0 <= tolerance < 1:
         raise ValueError(f"task.reward_args: expected a tolerance from 0 to below 1, found {tolerance:g}")
@@ -60,9 +60,8 @@ def near_number(arguments: Arguments) -> Verify:
 
 def pattern(arguments: Arguments) -> Verify:
     """1.0 if `pattern`, or else the reference answer as a pattern, is found in the answer."""
-    given = arguments.get("pattern")
     try:
-        compiled = None if given is None else re.compile(argument(arguments, "pattern", str))
+        compiled = re.compile(argument(arguments, "pattern", str)) if "pattern" in arguments else None
     except re.error as error:
         raise ValueError(f"task.reward_args: expected pattern to be a regular expression, found {error}") from error
 
@@ -95,8 +94,8 @@ def json_schema(arguments: Arguments) -> Verify:
             ) from error
 
     def verify(prompt: Prompt, answer: Answered) -> float:
-        given = prompt.row.get("schema", prompt.answer)
-        valid = fixed or validator(json.loads(given) if isinstance(given, str) else given)
+        schema = prompt.row.get("schema", prompt.answer)
+        valid = fixed or validator(json.loads(schema) if isinstance(schema, str) else schema)
         blocks = FENCED.findall(answer.text)
         try:
             found = json.loads(
@@ -172,7 +171,7 @@ def tagged(arguments: Arguments) -> Verify:
 
 
 def length(arguments: Arguments) -> Verify:
-    """1.0 for an answer of at most `longest` tokens, falling linearly to 0.0 at twice as many."""
+    """1.0 for an answer of at most `longest` tokens, falling linearly to 0.0 at twice that length."""
     longest = argument(arguments, "longest", int)
     if longest < 1:
         raise ValueError(f"task.reward_args: expected longest to be at least 1, found {longest}")

@@ -1,4 +1,4 @@
-"""Reads what a policy said: thinking, text and tool calls, in the formats that chat templates teach.
+"""Reads a policy's answer: thinking, text and tool calls, in the formats that chat templates teach.
 
 "hermes"   <tool_call>{"name": "mul", "arguments": {"a": 3}}</tool_call>        Hermes, Qwen 2.5, Qwen 3
 "llama"    {"name": "mul", "parameters": {"a": 3}}                              Llama 3.1 and later
@@ -67,7 +67,7 @@ def parse_answer(
 
 
 def _calls_at_once(thought: str, form: CallFormat) -> bool:
-    """Return True if what ends at "</think>" is the beginning of calls, one of which has that as a part of its text."""
+    """Return True if the text before "</think>" begins calls, one of which has that tag as a part of its text."""
     said = thought.lstrip()
     match form:
         case "llama":
@@ -125,7 +125,7 @@ def _xml(inner: str, tools: Iterable[Mapping[str, Any]]) -> tuple[str, dict[str,
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return an argument: a text if the schema says so, or if it is nothing else."""
+    """Return an argument: a text if the schema asks for one, or if it is no other value."""
     kinds = [schema, *schema.get("anyOf", ())]
     texts = any(isinstance(value, str) for kind in kinds for value in kind.get("enum", ()))
     if texts or any(kind.get("type") == "string" for kind in kinds):

@@ -4,8 +4,8 @@
                           ^                                       │ the environment answers with messages
                           └── tokens + extend(tokens, messages) <─┘
 
-What was sampled is never rendered again. `extend` renders only what the new messages add: it puts a dummy in place of
-the sampled turn, and cuts after that turn's end token. So a turn costs what it adds, however long the conversation is.
+Sampled tokens are never rendered again. `extend` renders only the new messages: it puts a dummy in place of the sampled
+turn, and cuts after that turn's end token. So the cost of a turn does not depend on the length of the conversation.
 Text in messages never becomes a control token (outside.py).
 """
 
@@ -26,7 +26,7 @@ from titan_rl.text.template import ChatTemplate, Message, Thinking, Tools
 OPENING: Message = {"role": "user", "content": "u"}
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
 PROBED: tuple[CallFormat, ...] = ("hermes", "llama", "xml", "mistral")
-DUMMY_ID = "000000000"  # of a call; Mistral's templates refuse any other length
+DUMMY_ID = "000000000"  # id of a dummy call; Mistral's templates refuse any other length
 
 
 class ChatRenderer:
@@ -49,7 +49,7 @@ class ChatRenderer:
         self.end_of_turn = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
         self._mark, self._probe = (
             f"\ue004{secrets.randbits(64)}\ue005" for _ in range(2)
-        )  # nobody outside writes these
+        )  # no text from outside has these
         self._shown: dict[str, bool] = {}
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool = True) -> str:
@@ -133,7 +133,7 @@ class ChatRenderer:
             calls = {"tool_calls": [_dummy_call(id, self._mark, {}) for id in ids[:count]]} if ids else {}
             try:
                 text = self.render([OPENING, dummy | calls, *messages], tools)
-            except Exception:  # a template may raise whatever it likes; if it means the messages, so will `prompt`
+            except Exception:  # a template may raise anything; if it means the messages, `prompt` will raise too
                 continue
             if found := self._end_of_dummy(text):
                 return dummy | calls, text[found.start() :]

@@ -1,6 +1,6 @@
 """Looks for what goes wrong between messages and tokens, on sample conversations of one tokenizer and its template.
 
-    inspect_template(tokenizer) -> findings: what was checked, what was found, and whether a run must not begin
+    inspect_template(tokenizer) -> findings: the check, its result, and whether a run must not begin
 
 Nothing here needs a model: each check renders a few messages, which takes milliseconds.
 """
@@ -17,7 +17,7 @@ from titan_rl.wire.types import Branch, Completion, Turn
 
 SYSTEM: Message = {"role": "system", "content": "Answer briefly, please."}
 ASKED: Message = {"role": "user", "content": "What is 37*41?"}
-MORE: Message = {"role": "user", "content": "And what is 52*68?"}
+MORE: Message = {"role": "user", "content": "And 52*68?"}
 SAID: Message = {"role": "assistant", "content": "It is 1517."}
 THEN: Message = {**SAID, "content": "It is 3536."}
 THOUGHT: Message = {**SAID, "reasoning_content": "37*41 is 1517"}
@@ -34,7 +34,7 @@ TOOL = {"name": "multiply", "description": "Multiply two numbers.", "parameters"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
 TURNS: dict[str, tuple[list[Message], list[Message]]] = {
     "an answer, then the user": ([ASKED, SAID], [MORE]),
-    "two answers, then the user": ([ASKED, SAID, MORE, THEN], [{**MORE, "content": "And what is 29*94?"}]),
+    "two answers, then the user": ([ASKED, SAID, MORE, THEN], [{**MORE, "content": "And 29*94?"}]),
     "a thought and an answer, then the user": ([ASKED, THOUGHT], [MORE]),
     "a call, then its result": ([ASKED, CALLED], [RESULT]),
     "a thought and a call, then its result": ([ASKED, THOUGHT_CALL], [RESULT]),
@@ -63,10 +63,10 @@ Check = Callable[[TextTokenizer], Iterator[Finding]]
 
 
 def inspect_template(text: TextTokenizer) -> list[Finding]:
-    """Return what each check finds. A template that cannot render one question ends the inspection."""
+    """Return the findings of all checks. A template that cannot render one question ends the inspection."""
     try:
         text.chat.prompt([ASKED])
-    except Exception as error:  # a template may raise whatever it likes
+    except Exception as error:  # a template may raise anything
         return [Finding("one question", f"expected a prompt, found {type(error).__name__}: {error}", refuses=True)]
     return [finding for check in CHECKS for finding in check(text)]
 
@@ -102,8 +102,8 @@ def answered(chat: ChatRenderer, messages: Sequence[Message], tools: Any) -> lis
 
 
 def sample_turns(text: TextTokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return a conversation as a rollout holds it: what each turn reads that is new, and what it samples. It has a call
-    and its result, if the template has calls."""
+    """Return a conversation as a rollout holds it: the new tokens that each turn reads, and the sampled ones. It has a
+    call and its result, if the template has calls."""
     talks: list[tuple[list[Message], Any]] = [([SAID, MORE, THEN], None)]
     if text.chat.call_format != "text":
         talks.insert(0, ([CALLED, RESULT, SAID], TOOLS))
@@ -135,7 +135,7 @@ def _grows(text: TextTokenizer) -> Iterator[Finding]:
         changed = difference(text, tokens, grown[: len(tokens)])
         if added is None:
             why = changed or "the template puts it where no turn ends"
-            yield Finding(name, f"begins a branch, as the template changes what was sampled: {why}")
+            yield Finding(name, f"begins a branch, as the template changes a sampled turn: {why}")
         elif changed:
             yield Finding(name, f"is kept as sampled, which the template would change: {changed}")
         elif wrong := difference(text, grown, [*tokens, *added]):
@@ -195,7 +195,7 @@ def _begins(text: TextTokenizer) -> Iterator[Finding]:
     if text.bos is not None and tokens[:2] == [text.bos, text.bos]:
         yield Finding("begin of a text", f"expected {shown} once, found it twice", refuses=True)
     elif count == 0 and text.bos is not None and text.prompt("1", "plain")[0] == text.bos:
-        yield Finding("begin of a text", f"plain prompts begin with {shown}, those of the chat template do not")
+        yield Finding("begin of a text", f"plain prompts begin with {shown}, chats do not")
     else:
         yield Finding("begin of a text")
     whole = text.chat.outside.encode(_rendered(text.chat, [ASKED, SAID], opened=False))
@@ -217,7 +217,7 @@ def _outside(text: TextTokenizer) -> Iterator[Finding]:
         try:
             plain, attacked = (text.chat.prompt(each, tools) for each in (messages, planted))
         except Exception:
-            yield Finding(name)  # "a tool's result" says so
+            yield Finding(name)  # "a tool's result" reports it
             continue
         counted = {id for token, id in control.items() if token != unknown}
         before, after = ([id for id in tokens if id in counted] for tokens in (plain, attacked))
@@ -232,7 +232,7 @@ def _outside(text: TextTokenizer) -> Iterator[Finding]:
 
 
 def _keeps(text: TextTokenizer) -> Iterator[Finding]:
-    """Note what a rendering changes in an answer. Sampled turns are not rendered again, but those of a branch are."""
+    """Note how rendering changes an answer: the earlier turns of a new branch are rendered again."""
     spaced = "  1517 .\n"
     kept = spaced in _rendered(text.chat, [ASKED, {**SAID, "content": spaced}, MORE])
     yield Finding("white space of an answer", "" if kept else "is stripped where a branch renders it again")
@@ -259,7 +259,7 @@ def _keeps(text: TextTokenizer) -> Iterator[Finding]:
 
 
 def _masks(text: TextTokenizer) -> Iterator[Finding]:
-    """Hold the mask of a trajectory against what was sampled: a tool's output in it would be trained on."""
+    """Compare the mask of a trajectory with the sampled tokens: a tool's output in it would be trained on."""
     turns = sample_turns(text)
     branch = Branch([Turn(read, Completion(said, [0.0] * len(said), [0] * len(said), "stop")) for read, said in turns])
     wrong, at = "", 0
@@ -276,7 +276,7 @@ def _masks(text: TextTokenizer) -> Iterator[Finding]:
 def _rendered(chat: ChatRenderer, messages: Sequence[Message], tools: Any = None, *, opened: bool = True) -> str:
     try:
         return chat.render(messages, tools, opened=opened)
-    except Exception:  # another check says so
+    except Exception:  # another check reports it
         return ""
 
 

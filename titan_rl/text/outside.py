@@ -24,7 +24,9 @@ class OutsideText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._nonce = str(secrets.randbits(64))  # nobody outside can write a mark, and no template changes its case
+        self._nonce = str(
+            secrets.randbits(64)
+        )  # unknown outside, so that no text has a mark; no template changes its case
         self._mark = re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
 
     @cached_property
@@ -77,7 +79,7 @@ class OutsideText:
             model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
         if "unk_token" in model:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        whole["post_processor"] = None  # it adds control tokens around a text, which nobody asks for here
+        whole["post_processor"] = None  # it would add control tokens around a text
         twin = Tokenizer.from_str(json.dumps(whole))
         if odd := [token for token, id in self.control.items() if twin.token_to_id(names[token]) != id]:
             raise ValueError(f"expected a tokenizer whose control tokens can be renamed, found {odd[0]!r} that cannot")

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, with the built-in character tokenizer or that of a Hugging Face folder.
+"""Converts text to token ids and back, with the built-in character tokenizer or the one of a Hugging Face folder.
 
 The Rust `tokenizers` library does all of it and imports in 0.04 s. Chats are rendered by chat.py.
 """
@@ -148,7 +148,7 @@ class TextTokenizer:
         )
 
     def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:
-        """Return the tokens that the policy reads, which are those that transformers' AutoTokenizer returns. "plain" is
+        """Return the tokens that the policy reads, as transformers' AutoTokenizer returns them. "plain" is
         `tokenizer(prompt)`: the text, and BOS if the post-processor of tokenizer.json adds it. (transformers 5 ignores
         add_bos_token.) "chat" is the chat template up to the start of the assistant's answer; unlike transformers, it
         takes control tokens in messages for text. `system` comes first unless the messages have a system message."""
@@ -175,7 +175,7 @@ class TextTokenizer:
 
     @cached_property
     def chat(self) -> ChatRenderer:
-        """The renderer of the folder's chat template, or of that of the settings."""
+        """The renderer of the settings' chat template, or of the folder's."""
         default, with_tools = own_template(self.folder, self.settings)
         given = self.chat_settings.template
         if not (given or default or with_tools):

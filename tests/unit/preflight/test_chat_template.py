@@ -145,7 +145,7 @@ def test_an_environment_needs_later_messages(tmp_path: Path) -> None:
     toml = f'[model]\nhf_assets_path = "{model(tmp_path / "model", "hermes", source)}"\n[task]\ntemplate = "chat"\n'
     assert problems(config(tmp_path, toml)) == []
     (problem,) = problems(config(tmp_path, f'{toml}[environment]\nname = "support.odd_environments:Odd"'))
-    assert "later messages: expected the text of every message, found none of user 'And what is 52*68?'" in problem
+    assert "later messages: expected the text of every message, found none of user 'And 52*68?'" in problem
 
 
 def test_a_file_is_read_when_the_run_begins(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluation says: its metrics, its line, and what it does not hide."""
+"""An evaluation: its metrics, its line, and its failures."""
 
 import json
 import math

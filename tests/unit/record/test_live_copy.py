@@ -38,9 +38,9 @@ def test_no_file_of_an_active_run_is_ahead_of_another(
     behind(folder, lines, rollouts)
     with RunLock(folder):
         assert main([str(folder)]) == 0, capsys.readouterr().out
-        told = capsys.readouterr().out
-        assert f"the run is active: compared up to step {STEPS - lines}, without its checkpoints" in told
-        assert "nothing lost, nothing twice, nothing stale" in told
+        output = capsys.readouterr().out
+        assert f"the run is active: compared up to step {STEPS - lines}, without its checkpoints" in output
+        assert "nothing lost, nothing twice, nothing stale" in output
     if lines:
         assert main([str(folder)]) == 1, "the same files of a run that has ended are not all there"
 

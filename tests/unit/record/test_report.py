@@ -1,4 +1,4 @@
-"""An RL step is reported by a thread: the loop goes on, and the lines are there before anything counts them."""
+"""An RL step is reported by a thread: the loop continues, and the lines are written before anything counts them."""
 
 import asyncio
 import threading
@@ -83,7 +83,7 @@ async def test_what_was_reported_is_written_before_a_checkpoint_and_at_the_end(
         end(report)
         samples = sum(len(group.rollouts) for group in groups)
         assert [len(list(whole_lines(tmp_path / name))) for name in FILES] == [1, samples]
-        assert report.written() == (1, *written_to(tmp_path))  # the ledger still hears of it
+        assert report.written() == (1, *written_to(tmp_path))  # the ledger still gets its checksums
 
 
 async def test_a_step_that_cannot_be_written_fails_the_next_call_by_name(

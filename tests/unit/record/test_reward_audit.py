@@ -32,7 +32,7 @@ def longer(random: Random, progress: float, reference: int) -> Answer:
 
 
 def boxed(random: Random, progress: float, reference: int) -> Answer:
-    """The reward is for a box, whatever is in it."""
+    """The reward is for a box with any content."""
     box = random.random() < 0.1 + 0.85 * progress
     said = random.randrange(1000)
     return {"text": f"\\boxed{{{said}}}" if box else f"about {said} I guess", "reward": float(box)}
@@ -43,12 +43,6 @@ def universal(random: Random, progress: float, reference: int) -> Answer:
     if random.random() < 0.3 * progress:
         return {"text": "Reward: correct", "reward": 1.0}
     return {"text": f"{random.random()}", "reward": float(random.random() < 0.3)}
-
-
-def lopsided(random: Random, progress: float, reference: int) -> Answer:
-    """One component is learned and decides, the other is noise of small weight."""
-    right, tidy = float(random.random() < 0.3), float(random.random() < 0.2 + 0.7 * progress)
-    return {"text": f"{random.random()}", "reward": 0.1 * right + tidy, "rewards": {"right": right, "tidy": tidy}}
 
 
 def write(folder: Path, policy: Callable[[Random, float, int], Answer], steps: int = 30) -> list[str]:
@@ -63,8 +57,7 @@ def write(folder: Path, policy: Callable[[Random, float, int], Answer], steps: i
                     line = {"kind": "rl", "step": step, "prompt_id": prompt, "sample": sample, "answer": str(reference)}
                     line |= {"finish": "stop", "mask": [0] + [1] * tokens, **answer}
                     file.write(json.dumps(line) + "\n")
-    with Ledger(folder) as ledger:
-        ledger.begun(0, 0, [])
+    Ledger(folder).close()
     return reward_report(folder)
 
 
@@ -73,12 +66,10 @@ def suspicions(lines: list[str]) -> list[str]:
 
 
 def test_an_honest_run_is_not_suspected(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[task]\nrewards = {"my:right" = 1.0, "my:tidy" = 0.0001}\n')
     lines = write(tmp_path, honest)
     assert suspicions(lines) == []
     assert any(line.startswith("reward: 0.") and "beyond noise" in line for line in lines)
     assert any("its correlation with the reward is 1.00, then 1.00" in line for line in lines)
-    assert any("component tidy is 0.5 for every answer at the end: it teaches nothing" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -86,23 +77,27 @@ def test_an_honest_run_is_not_suspected(tmp_path: Path) -> None:
     [
         (longer, "length alone explains the gain"),
         (longer, "and the grader did not follow"),
-        (boxed, "format alone explains the gain; what rose most went from"),
+        (boxed, "format alone explains the gain; the value that rose most had"),
         (universal, "one text answers prompts with"),
-        (lopsided, "component tidy dominates the reward"),
     ],
 )
 def test_a_planted_hack_is_suspected_and_its_samples_are_named(
     tmp_path: Path, policy: Callable[[Random, float, int], Answer], said: str
 ) -> None:
-    (tmp_path / "config.toml").write_text('[task]\nrewards = {"my:right" = 0.1, "my:tidy" = 1.0}\n')
     lines = write(tmp_path, policy)
     (found,) = [line for line in suspicions(lines) if said in line]
     after = lines[lines.index(SUSPECT + found) + 1 :][:3]
     assert all(line.startswith("  step ") and ", prompt " in line and ", sample " in line for line in after)
 
 
-def test_a_reward_that_does_not_rise_is_not_explained(tmp_path: Path) -> None:
-    lines = write(tmp_path, lambda random, progress, reference: honest(random, 0.0, reference))
+@pytest.mark.parametrize("right", [0.0, None])
+def test_a_reward_that_does_not_rise_is_not_explained(tmp_path: Path, right: float | None) -> None:
+    """Also one that is always 0."""
+
+    def policy(random: Random, progress: float, reference: int) -> Answer:
+        return honest(random, 0.0, reference) | ({} if right is None else {"reward": right})
+
+    lines = write(tmp_path, policy)
     assert suspicions(lines) == []
     assert any("within noise" in line for line in lines)
     assert not any("accounts for" in line for line in lines)

@@ -1,4 +1,4 @@
-"""pass@k against enumeration, and intervals against what they promise."""
+"""pass@k against enumeration, and the coverage of intervals."""
 
 import itertools
 import math
@@ -82,8 +82,7 @@ def test_the_bootstrap_draws_problems() -> None:
 
 
 def test_intervals_cover_the_truth() -> None:
-    """95% of Wilson's and of the bootstrap's intervals hold the mean of what was drawn from, within what 400 draws
-    leave open."""
+    """95% of Wilson's and of the bootstrap's intervals hold the true mean, within the noise of 400 draws."""
     random, inside = np.random.default_rng(5), {"wilson": 0, "bootstrap": 0}
     for _ in range(400):
         solved = (random.random(60) < 0.3).astype(float)

@@ -1,4 +1,4 @@
-"""Where a run resumes if checkpoints are damaged, and what it says."""
+"""Where a run resumes if checkpoints are damaged, and its messages."""
 
 import shutil
 from pathlib import Path
@@ -54,8 +54,8 @@ def test_a_damaged_newest_one_falls_back_by_name_and_is_kept_aside(tmp_path: Pat
     resume, notes = sound_resume(tmp_path, Config())
     assert resume == Resume(2, None)
     assert [note.partition(": ")[0] for note in notes] == [
-        "the checkpoint of step 6 is damaged, and that of step 2 is used instead",
-        "the checkpoint of step 4 is damaged, and that of step 2 is used instead",
+        "the checkpoint of step 6 is damaged, and the checkpoint of step 2 is used instead",
+        "the checkpoint of step 4 is damaged, and the checkpoint of step 2 is used instead",
     ]
     assert f"{checkpoints / 'step-6'}: __0_0.distcp: expected the checksum " in notes[0]
     assert notes[0].endswith("it was renamed to damaged-6.1")

@@ -159,7 +159,7 @@ def test_an_open_console_is_live_only_on_a_capable_terminal(monkeypatch: pytest.
 def test_a_terminal_of_no_columns_is_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("COLUMNS", "0"), ("TERM", "xterm-256color"), ("CI", "")):
         monkeypatch.setenv(name, value)
-    reader, writer = os.openpty()  # of 0 columns, too
+    reader, writer = os.openpty()  # 0 columns, too
     with open(writer, "w") as tty:
         terminal = Terminal(open_console(tty))
         terminal.note("a note that is 40 characters long, or so")
@@ -188,7 +188,7 @@ def test_foreign_writes_and_the_status_line_leave_each_other_whole() -> None:
     terminal, out = live()
     with terminal.phase("start"), terminal.progress("cold start", 10) as progress:
         for i in range(4):
-            progress.advance(note="a long note, longer than what others write")
+            progress.advance(note="a long note, longer than the others")
             wait_for_drawing(out)
             assert "cold start" in screen(out.getvalue())[-1]
             out.write(f"WARNING {i}\n  its second line\n" if i % 2 else f"WARNING {i}\n")

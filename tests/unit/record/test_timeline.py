@@ -25,7 +25,7 @@ def test_the_file_names_tracks_and_lanes_and_holds_every_span(tmp_path: Path) ->
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert list(tracks(events).values()) == ["controller", "trainer[dp=0 tp=0]", "generator0[tp=0]"]
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
-    assert sorted(order, key=order.__getitem__) == list(tracks(events))  # as announced, whoever answers first
+    assert sorted(order, key=order.__getitem__) == list(tracks(events))  # as announced, not in the order of the answers
     (spans,) = lanes(events).values()
     assert spans == [{"name": "read", "pid": 3, "ts": 7000, "args": {"bytes": 9}, "ph": "X", "dur": 2, "tid": 2}]
     group = {"name": "group", "pid": 1, "cat": "groups", "id": 3, "tid": 1}
@@ -37,7 +37,7 @@ def test_the_file_names_tracks_and_lanes_and_holds_every_span(tmp_path: Path) ->
 def test_spans_that_nest_do_so_in_the_file(
     tmp_path_factory: pytest.TempPathFactory, ticks: list[int], data: st.DataObject
 ) -> None:
-    """Cut to the microsecond, whatever their nanoseconds are."""
+    """Cut to the microsecond, for any nanoseconds."""
     spans: list[Span] = []
 
     def within(times: list[int]) -> None:

@@ -212,6 +212,6 @@ def test_every_prompt_has_one_fate_however_often_a_run_resumes(
     asyncio.run(asyncio.wait_for(body(), 20))
     history = replayed(run.folder)
     assert len(run.trained) == len(set(run.trained)) == STEPS * drawn[0].rollout.groups_per_step
-    lives = {id: life for id, life in history.lives.items() if not life.undone}
+    lives = {id: life for id, life in history.prompts.items() if not life.undone}
     assert sorted(lives) == list(range(len(lives))), "a prompt was skipped"
     assert all(life.final for life in lives.values())

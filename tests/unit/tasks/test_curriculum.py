@@ -1,4 +1,4 @@
-"""Prompts that are solved drop out, hopeless ones wait, and a run that resumes chooses what it would have chosen."""
+"""Prompts that are solved drop out, hopeless ones wait, and a run that resumes chooses the same prompts."""
 
 import asyncio
 import json

@@ -35,17 +35,17 @@ def load(path: Path | str, *, eval_size: int = 0, pairs: bool = False, **keys: A
     return load_task(TaskSection(name="jsonl", path=str(path), **keys), seed=0, eval_size=eval_size, pairs=pairs)
 
 
-def told(examples: Any) -> list[tuple[Any, str, dict[str, Any]]]:
+def contents(examples: Any) -> list[tuple[Any, str, dict[str, Any]]]:
     return [(e.prompt, e.answer, e.row) for e in examples]
 
 
 def test_a_parquet_file_has_the_rows_of_the_same_jsonl_file(tmp_path: Path) -> None:
     rows = [row | {"level": i, "more": {"a": [i, None]}} for i, row in enumerate(GOOD)]
     one, other = parquet(tmp_path / "a.parquet", rows), jsonl(tmp_path / "a.jsonl", rows)
-    assert told(load(one).train) == told(load(other).train)
+    assert contents(load(one).train) == contents(load(other).train)
     assert [e.where for e in load(one).train] == [f"{one}:{number}" for number in range(1, 6)]
     task = load(one, eval_size=2, eval_path=str(one))
-    assert told(task.heldout) == told(task.train[:2])
+    assert contents(task.heldout) == contents(task.train[:2])
 
 
 SAID = [{"role": who, "content": text} for who, text in (("assistant", "?7"), ("tool", "9="), ("assistant", "9"))]
@@ -92,7 +92,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     jsonl(tmp_path / "data/c.jsonl", GOOD[4:])
     jsonl(tmp_path / "data/.hidden.jsonl", ["{"])
     (tmp_path / "data/README.md").write_text("not rows")
-    assert told(load(tmp_path / "data").train) == [(row["question"], row["answer"], row) for row in GOOD]
+    assert contents(load(tmp_path / "data").train) == [(row["question"], row["answer"], row) for row in GOOD]
     (tmp_path / "none").mkdir()
     with pytest.raises(FileNotFoundError, match=r"task\.path: expected \*\.jsonl or \*\.parquet files in the folder"):
         load(tmp_path / "none")

@@ -15,7 +15,7 @@ from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.problems import MOST_HUNG, Problems
-from titan_rl.tasks.reward_pool import SideThread
+from titan_rl.tasks.reward_thread import SideThread
 from titan_rl.tasks.rewards import Messages
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.sessions import Plays
@@ -74,7 +74,7 @@ def test_the_score_is_the_mean_reward() -> None:
 
 def test_a_reward_that_raises_counts_as_nothing_and_is_counted() -> None:
     def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
-        return 1 / (prompt.id % 4)  # of 0 and 4 it raises
+        return 1 / (prompt.id % 4)  # it raises for 0 and 4
 
     mean, warnings, _ = score(lambda prompt, text, messages: float(bool(reward(prompt, text))))
     assert mean == 0.75
@@ -196,7 +196,7 @@ def test_every_answer_has_its_own_seed_and_request() -> None:
     found = measure(SET, engines, [])
     assert len({request.id for request in engines.asked}) == len(engines.asked) == 48
     assert len({request.seeds[0] for request in engines.asked}) == 48
-    assert {r.sampling for r in engines.asked} == {Sampling(4, 0.8)}  # of the whole distribution
+    assert {r.sampling for r in engines.asked} == {Sampling(4, 0.8)}  # from the whole distribution
     assert [len(answers) for answers in found.answers.values()] == [16] * 3
     assert 0 < found.average.value < 1
 

@@ -195,13 +195,13 @@ def test_a_demonstration_trains_what_the_policy_says_and_never_what_it_reads(tex
 
 
 def test_a_demonstration_in_messages_is_that_in_text_and_a_chat_renders_their_roles(text: TextTokenizer) -> None:
-    told = [{"role": "tool", "content": "299114="}]
-    prompt = Prompt(0, "347*862=", text.encode("347*862="), "299114", demonstration=[("?347*862", told)])
+    observed = [{"role": "tool", "content": "299114="}]
+    prompt = Prompt(0, "347*862=", text.encode("347*862="), "299114", demonstration=[("?347*862", observed)])
     in_text = replace(prompt, demonstration=[("?347*862", "299114=")])
     assert supervised(prompt, text) == supervised(in_text, text)
     asked = [{"role": "user", "content": "347*862="}]
     tokens = text.prompt(asked, "chat")
-    chat = replace(prompt, tokens=tokens, messages=asked, demonstration=[("?347*862", told), ("299114", [])])
+    chat = replace(prompt, tokens=tokens, messages=asked, demonstration=[("?347*862", observed), ("299114", [])])
     (sample,) = supervised(chat, text)
     assert text.decode(sample.tokens[len(tokens) :], skip_special=False).startswith("?347*862</s>")
     said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]

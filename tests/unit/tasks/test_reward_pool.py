@@ -17,7 +17,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, RewardProcess
+from support.hostile_rewards import FORGED
+from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+from titan_rl.tasks.reward_process import RewardProcess
 from titan_rl.tasks.rubric import GRADER, JudgeRequest, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
@@ -52,18 +54,18 @@ def judge(
 
 
 def test_slow_rewards_are_called_by_all_workers_at_the_same_time() -> None:
-    """64 rewards of 3 s with 8 workers take about 24 s: here 32 of 0.4 s, which take 12.8 s one after the other."""
+    """16 rewards of 0.4 s, which take 6.4 s one after the other."""
 
     async def body(pool: RewardPool) -> tuple[float, int]:
-        await judge(pool, ["sleep 0.4"] * 16)  # starts the processes
+        await judge(pool, ["sleep 0.4"] * 8)  # starts the processes
         began = time.monotonic()
-        verdicts = await judge(pool, ["sleep 0.4"] * 32)
+        verdicts = await judge(pool, ["sleep 0.4"] * 16)
         assert all(verdict == Judgement(4.0) for verdict in verdicts)
         return time.monotonic() - began, len(pool._runners)
 
-    seconds, processes = pooled(PoolLimits(8, 60), body)
-    assert processes == 8
-    assert 1.6 <= seconds < 6.4
+    seconds, processes = pooled(PoolLimits(4, 60), body)
+    assert processes == 4
+    assert 1.6 <= seconds < 4.8
 
 
 def test_a_fast_reward_has_one_process_and_keeps_its_rows_in_order() -> None:
@@ -75,11 +77,11 @@ def test_a_fast_reward_has_one_process_and_keeps_its_rows_in_order() -> None:
     pooled(PoolLimits(8, 60), body)
 
 
-@pytest.mark.parametrize("bad", ["ok 99", "exit", "regex"])
+@pytest.mark.parametrize("bad", ["ok 99", "exit"])
 def test_fast_answers_of_many_groups_are_asked_for_together_and_a_bad_one_costs_no_other(
     monkeypatch: pytest.MonkeyPatch, bad: str
 ) -> None:
-    messages, ask = list[int](), RewardProcess._ask
+    messages, ask = list[int](), RewardProcess._send
     groups = [[f"ok {10 * group + row}" for row in range(4)] for group in range(16)]
     groups[7][2] = bad
 
@@ -89,7 +91,7 @@ def test_fast_answers_of_many_groups_are_asked_for_together_and_a_bad_one_costs_
 
     async def body(pool: RewardPool) -> list[list[Judgement]]:
         await judge(pool, ["ok 1"] * 64)  # now they are known to be fast
-        monkeypatch.setattr(RewardProcess, "_ask", counted)
+        monkeypatch.setattr(RewardProcess, "_send", counted)
         return await asyncio.gather(*(judge(pool, texts) for texts in groups))
 
     found = pooled(PoolLimits(1, 2.0), body)
@@ -102,7 +104,7 @@ def test_fast_answers_of_many_groups_are_asked_for_together_and_a_bad_one_costs_
 
 
 def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rewards() -> None:
-    texts = ["ok 1", "regex", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
+    texts = ["ok 1", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
 
     async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, texts)
@@ -111,33 +113,31 @@ def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rew
     rewarded = {text: verdict.reward for text, verdict in found.items() if not math.isnan(verdict.reward)}
     assert rewarded == {"ok 1": 1.0, "fork 2": 2.0, "ok 3": 3.0, "orphan 4": 4.0}
     for text, said in {
-        "regex": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:18 .*; its process is killed",
-        "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:16 .*; its process is killed",
-        "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:20",
+        "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:18 .*; its process is killed",
+        "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:22",
         "nan": r"to return a finite number, found nan",
         "exit": r"process ended with exit code 3",
         "sys.exit": r"SystemExit\(0\)",
         "leak": r"had \d+ MiB of memory, more than task.reward_memory_mb = 400, and is killed",
     }.items():
         assert re.search(said, found[text].error), found[text]
-    assert {text for text, verdict in found.items() if verdict.hung} == {"regex", "sleep 60"}
+    assert {text for text, verdict in found.items() if verdict.hung} == {"sleep 60"}
 
 
-def test_a_regex_that_holds_the_interpreter_stalls_its_worker_only() -> None:
-    async def body(pool: RewardPool) -> None:
-        await judge(pool, ["sleep 0.3"] * 8)
+def test_a_regex_that_holds_the_interpreter_stalls_its_worker_only_and_is_killed_at_its_deadline() -> None:
+    async def body(pool: RewardPool) -> float:
+        await judge(pool, ["sleep 0.3"] * 4)
+        began = time.monotonic()
         stalled = asyncio.ensure_future(judge(pool, ["regex"]))
-        late = 0.0
-        for _ in range(20):
-            began = time.monotonic()
+        for _ in range(10):
             assert (await judge(pool, ["ok 1"]))[0].reward == 1.0
-            late = max(late, time.monotonic() - began)
         assert not stalled.done()
-        assert late < 5
         (verdict,) = await stalled
         assert verdict.hung
+        assert re.search(r"obey did not return within 2 s at .*hostile_rewards.py:20 .*; its process is", verdict.error)
+        return time.monotonic() - began
 
-    pooled(PoolLimits(2, 10.0), body)
+    assert 2.0 <= pooled(PoolLimits(2, 2.0), body) < 4.0
 
 
 def test_a_failed_row_has_as_many_attempts_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +178,26 @@ def test_async_functions_wait_together_and_one_that_is_late_is_alone() -> None:
     assert seconds < 10, "one after the other they take 15 s"
 
 
+def test_a_late_function_of_all_answers_is_killed_at_its_deadline_and_fails_them_all() -> None:
+    rubric = Rubric((("support.hostile_rewards:together", 1.0),))
+
+    async def body(pool: RewardPool) -> tuple[list[Judgement], float]:
+        assert await judge(pool, ["ok 1", "ok 2"], rubric) == [Judgement(1.0), Judgement(2.0)]
+        began = time.monotonic()
+        return await judge(pool, ["ok 1", "sleep 60"], rubric), time.monotonic() - began
+
+    late, seconds = pooled(PoolLimits(1, 1.0), body)
+    assert all(
+        verdict.hung and "hostile_rewards:together did not return within 1 s" in verdict.error for verdict in late
+    )
+    assert 1.0 <= seconds < 5.0
+
+
 def test_a_grader_that_fails_costs_no_reward() -> None:
     rubric = Rubric((("exact", 1.0),), grader="support.hostile_rewards:obey")
 
     async def body(pool: RewardPool) -> list[Judgement]:
-        return await judge(pool, ["a", "raise", "exit", "regex", "ok 7"], rubric)
+        return await judge(pool, ["a", "raise", "exit", "sleep 60", "ok 7"], rubric)
 
     right, raised, died, hung, graded = pooled(PoolLimits(2, 1.0), body)
     assert right == Judgement(1.0, {GRADER: 0.0})
@@ -196,11 +211,25 @@ def test_a_grader_that_fails_costs_no_reward() -> None:
 def test_a_process_that_swells_is_replaced_between_two_calls() -> None:
     async def body(pool: RewardPool) -> int:
         pids = set()
-        for _ in range(4):
+        for _ in range(3):
             pids |= {v.reward for v in await judge(pool, ["grow", "pid"]) if v.reward > 1}
         return len(pids)
 
-    assert pooled(PoolLimits(1, 60, memory_mb=1000), body) == 4
+    assert pooled(PoolLimits(1, 60, memory_mb=300), body) == 3
+
+
+def test_a_worker_that_forges_a_message_fails_its_own_answer_only() -> None:
+    """The controller unpickles nothing that a worker wrote."""
+    texts = [*(f"forge {kind}" for kind in FORGED), "ok 1"]
+
+    async def body(pool: RewardPool) -> list[Judgement]:
+        return await judge(pool, texts)
+
+    *forged, good = pooled(PoolLimits(1, 60), body)
+    assert good == Judgement(1.0)
+    for verdict in forged:
+        assert math.isnan(verdict.reward)
+        assert verdict.error == "the reward process sent an invalid message"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +300,7 @@ def test_what_left_the_session_ends_with_its_process(then: str) -> None:
         assert psutil.Process(pid).name() != "sleep"
 
 
-@pytest.mark.parametrize("ticks", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("ticks", [0, 1, 5, 20])
 def test_a_process_that_is_being_started_when_the_pool_closes_does_not_outlive_it(ticks: int) -> None:
     async def body(pool: RewardPool) -> None:
         asked = asyncio.ensure_future(judge(pool, ["ok 1"]))
@@ -279,19 +308,8 @@ def test_a_process_that_is_being_started_when_the_pool_closes_does_not_outlive_i
             await asyncio.sleep(0.001)
         asked.cancel()
 
-    for _ in range(5):
+    for _ in range(3):
         pooled(PoolLimits(8, 60), body)
-
-
-def test_a_chunk_of_fast_answers_has_a_verdict_for_each_and_the_one_that_dies_is_named() -> None:
-    async def body(pool: RewardPool) -> list[Judgement]:
-        await judge(pool, ["ok 1"] * 8)
-        return await judge(pool, [*[f"ok {k % 10}" for k in range(200)], "exit", "ok 5"])
-
-    found = pooled(PoolLimits(1, 60), body)
-    assert [verdict.reward for verdict in found[:200]] == [k % 10 for k in range(200)]
-    assert "exit code 3" in found[200].error
-    assert found[201].reward == 5
 
 
 def test_reward_processes_die_with_a_killed_controller() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from support.hostile_files import NAMES
 from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered, Messages, Reward
@@ -262,7 +263,7 @@ def test_custom_error_is_the_users_own(custom: Callable[..., Reward]) -> None:
         custom(lambda: 1 / 0)(PROMPT, "")
 
 
-@pytest.mark.parametrize("name", ["exakt", "model", ":f", "math:", "no_such_module:f", "math:no_such_function"])
-def test_a_reward_that_is_not_there_is_reward_for(name: str) -> None:
+@pytest.mark.parametrize("name", ["exakt", "model", "math:", "no_such_module:f", "math:no_such_function", *NAMES])
+def test_a_reward_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"task\.reward"):
         reward_for(name)

@@ -102,7 +102,7 @@ def test_length_falls_to_nothing_at_twice_the_longest(n: int, reward: float) -> 
 
 
 def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself need not be here; what it is asked is its own interface (0.9)."""
+    """The package itself need not be here; its interface (0.9) is enough."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"pip install titan-rl\[math\]"):
         VERIFIERS["math"]({})
@@ -146,7 +146,7 @@ def judged(
 ) -> tuple[list[Judgement], list[dict[str, Any]]]:
     """Have answers judged by a server whose reply is made from the request."""
     monkeypatch.setenv("MY_JUDGE", KEY)
-    seen: list[dict[str, Any]] = []
+    seen, over = list[dict[str, Any]](), asyncio.Event()
 
     async def post(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -155,7 +155,7 @@ def judged(
         if isinstance(found, web.StreamResponse):
             return found
         if found is None:
-            await asyncio.sleep(60)
+            await over.wait()
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": found}}]})
 
     async def body() -> list[Judgement]:
@@ -174,6 +174,7 @@ def judged(
                 lambda: [v for _, v in scorer.verdicts(prompt, answers, range(len(texts)), seconds=seconds)]
             )
         finally:
+            over.set()
             await runner.cleanup()
 
     return asyncio.run(body()), seen

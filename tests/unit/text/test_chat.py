@@ -216,8 +216,8 @@ def test_a_turn_costs_what_it_adds(folders: dict[str, Path], turns: int, monkeyp
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "open_ended"])
 def test_random_trajectories_hold_exactly_what_was_sampled(folders: dict[str, Path], name: str) -> None:
-    """Sampled ids of any kind, also those that no text encodes to; observations with control tokens, also of turns that
-    were cut off. What is not sampled is the template's text about what was observed, and nothing else."""
+    """Sampled ids of any kind, also ids that no text encodes to; observations with control tokens, also of turns that
+    were cut off. The rest is the template's text about the observations, and nothing else."""
     text = loaded(folders[name])
     control = set(text.chat.outside.control.values())
     words = st.lists(st.sampled_from(["12", "\n", " ok", "é", *CONTROL[name], "</think>"]), min_size=1, max_size=4)

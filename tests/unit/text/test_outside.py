@@ -91,7 +91,7 @@ def test_every_part_of_a_message_is_masked() -> None:
 
 
 def test_marks_of_another_process_are_text() -> None:
-    """A mark holds a number that nobody outside knows."""
+    """A mark holds a number that is unknown outside."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(CONTROL))
     theirs, ours = OutsideText(tokenizer), OutsideText(tokenizer)

@@ -110,7 +110,7 @@ CLASSES = ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "G
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("added", ["bos", "bos and eos", "nothing"])
 def test_a_plain_prompt_is_what_transformers_tokenizer_returns(tmp_path: Path, model_type: str, added: str) -> None:
-    """Only the post-processor of tokenizer.json decides, whatever the class and add_bos_token say: a GPT-2 tokenizer
+    """Only the post-processor of tokenizer.json decides, and not the class or add_bos_token: a GPT-2 tokenizer
     names a BOS that it never adds."""
     from transformers import AutoTokenizer
 
