@@ -6,7 +6,7 @@
     Tinker       initial_observation() -> messages                  step(message) -> MessageStepResult
 
 An adapter has the methods of episodes.Environment. TRL's environment_factory needs none: a class without `step` is a
-set of tools. Only the standard library is imported, because guest_program.py runs this in another Python.
+set of tools. Only the standard library is imported, because external_program.py runs this in another Python.
 """
 
 import importlib

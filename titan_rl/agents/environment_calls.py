@@ -1,6 +1,6 @@
 """Calls of the user's environment: how it is loaded and made, what `reset` is given, which tools it has.
 
-Only the standard library is imported, because guest_program.py does the same in another Python.
+Only the standard library is imported, because external_program.py does the same in another Python.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -19,8 +19,8 @@ from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.environment_calls import load_agent, load_user_environment
 from titan_rl.agents.episode_news import Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.agents.episodes import EpisodeOver, Limits
+from titan_rl.agents.external_python import ExternalPython
 from titan_rl.agents.games import GAMES
-from titan_rl.agents.guest import GuestPython
 from titan_rl.agents.play import Policy, Sampled, play, roll_out
 from titan_rl.agents.user_code import (
     Threads,
@@ -121,7 +121,7 @@ class EpisodeLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="user code", daemon=True)
         self._thread.start()
-        self._guest: GuestPython | None = None
+        self._external: ExternalPython | None = None
         self._endpoint: OpenAIEndpoint | None = None
         try:
             self._make = self._loaded()
@@ -139,7 +139,7 @@ class EpisodeLoop:
         """Number of rollouts that have ended, but whose code still runs, and has for a while: a function that is
         cancelled in mid-call may return soon."""
         own = self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
-        return own + (self._guest.report.stuck if self._guest is not None else 0)
+        return own + (self._external.report.stuck if self._external is not None else 0)
 
     def begin(self, begins: Sequence[Begin]) -> None:
         self._soon(lambda: [self._begin(each) for each in begins])
@@ -168,8 +168,8 @@ class EpisodeLoop:
     def look(self) -> Blocked | None:
         """Return what blocks the loop, or that of environment.python, if it has given no sign of life for turn_seconds.
         Call it now and then."""
-        if self._guest is not None:
-            report, dead = self._guest.report, self._guest.dead
+        if self._external is not None:
+            report, dead = self._external.report, self._external.dead
             if dead or report.blocked >= self._limits.turn_seconds:
                 return Blocked(report.of, report.blocked, report.place, dead)
         asked, now = self._asked_at, time.monotonic()
@@ -198,7 +198,7 @@ class EpisodeLoop:
         settings = self._settings
         if settings.python:
             key = AGENT_KEY if settings.agent else KEY
-            start = GuestPython.start(
+            start = ExternalPython.start(
                 settings.python,
                 settings.name,
                 key=key,
@@ -206,8 +206,8 @@ class EpisodeLoop:
                 agent=settings.agent,
                 concurrency=settings.concurrency,
             )
-            self._guest = asyncio.run_coroutine_threadsafe(start, self._loop).result()
-            return self._guest.run if settings.agent else self._guest.make
+            self._external = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+            return self._external.run if settings.agent else self._external.make
         if settings.agent:
             return load_agent(settings.name, settings.args, AGENT_KEY)
         return load_environment(settings.name, settings.args)
@@ -223,15 +223,15 @@ class EpisodeLoop:
         rollouts = list(self._tasks.values())
         for task in rollouts:
             task.cancel()
-        if self._guest is not None and (self._guest.dead or self._guest.report.blocked):
-            await self._guest.close()  # no environment there would hear that it is closed
+        if self._external is not None and (self._external.dead or self._external.report.blocked):
+            await self._external.close()  # no environment there would hear that it is closed
         if rollouts:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
         if self._endpoint is not None:
             await self._endpoint.close()
-        if self._guest is not None:
-            await self._guest.close()
-            if left := [task for task in rollouts if not task.done()]:  # they waited for the guest
+        if self._external is not None:
+            await self._external.close()
+            if left := [task for task in rollouts if not task.done()]:  # they waited for environment.python
                 await asyncio.wait(left, timeout=GRACE_SECONDS)
         self._loop.stop()
 
@@ -312,7 +312,7 @@ class EpisodeLoop:
         if self._endpoint is not None:
             session = AgentSession(begin.prompt, self._renderer, self._limits, asking.ask)
             outcome = await self._endpoint.run_agent(self._make, name, str(begin.id), session, begin.prompt, begin.seed)
-        elif self._guest is None and not isinstance(self._make, type) and asynchronous(self._make):
+        elif self._external is None and not isinstance(self._make, type) and asynchronous(self._make):
             outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
         else:
             outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded, self._settings.args)

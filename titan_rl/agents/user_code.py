@@ -20,7 +20,15 @@ HERE = str(Path(__file__).parent)
 OURS = tuple(
     str(Path(HERE, f"{name}.py"))
     for name in (
-        *("adapters", "environment_calls", "episode_loop", "guest", "guest_program", "openai_endpoint", "openenv"),
+        *(
+            "adapters",
+            "environment_calls",
+            "episode_loop",
+            "external_python",
+            "external_program",
+            "openai_endpoint",
+            "openenv",
+        ),
         *("play", "tools", "user_code", "verifiers_agent"),
     )
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 from titan_rl.agents.agent_session import OFFERED
 from titan_rl.agents.environment_calls import load_agent
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
-from titan_rl.agents.guest import GuestPython
+from titan_rl.agents.external_python import ExternalPython
 from titan_rl.agents.user_code import keywords_of
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
@@ -34,7 +34,7 @@ from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30
 """Until a module must be imported, and its function must have returned."""
-GUEST_PATIENCE = 5
+EXTERNAL_PATIENCE = 5
 """Times as long, if environment.python imports it: another Python, whose packages nothing has read yet."""
 CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.probe import attempt; attempt({folder!r})"
 """The child finds modules where this process does, and nothing else."""
@@ -50,7 +50,7 @@ def probe(
     """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer.
     For override.imports, import it and look whether it is registered; for environment.name and
     task.agent, import it as `environment` says."""
-    patience = PROBE_SECONDS * (GUEST_PATIENCE if environment is not None and environment.python else 1)
+    patience = PROBE_SECONDS * (EXTERNAL_PATIENCE if environment is not None and environment.python else 1)
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
         asked.write_bytes(pickle.dumps((key, name, prompt, patience, arguments, environment)))
@@ -132,7 +132,7 @@ def _not_loaded(key: str, name: str, environment: EnvironmentSection | None) -> 
     e = environment or EnvironmentSection()
     try:
         if e.python:
-            asyncio.run(_loaded_by_guest(key, name, e))
+            asyncio.run(_loaded_externally(key, name, e))
         elif key == KEY:
             load_environment(name, e.args)
         else:
@@ -142,9 +142,9 @@ def _not_loaded(key: str, name: str, environment: EnvironmentSection | None) -> 
     return ""
 
 
-async def _loaded_by_guest(key: str, name: str, e: EnvironmentSection) -> None:
-    guest = await GuestPython.start(e.python, name, key=key, args=e.args, agent=key == AGENT_KEY)
-    await guest.close()
+async def _loaded_externally(key: str, name: str, e: EnvironmentSection) -> None:
+    external = await ExternalPython.start(e.python, name, key=key, args=e.args, agent=key == AGENT_KEY)
+    await external.close()
 
 
 def _no_import(key: str, name: str, error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""The user's environments in another Python: a child process, which guest_program.py is, and proxies of what it has.
+"""The user's environments in another Python: a child process, which external_program.py is, and proxies of what it has.
 
-    GuestPython.make ──> GuestEnvironment: reset, step, tools, get_reward, close ── a line each ──> the child
+    ExternalPython.make ──> ExternalEnvironment: reset, step, tools, get_reward, close ── a line each ──> the child
 
 So an environment may need packages that this project cannot have. The child runs many rollouts at the same time, as
 this process would. If it dies or blocks, this process is replaced as one whose own code did that.
@@ -27,7 +27,7 @@ CHILD = (
     f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
-    "from titan_rl.agents.guest_program import serve; asyncio.run(serve())"
+    "from titan_rl.agents.external_program import serve; asyncio.run(serve())"
 )
 """Of this project, the child finds what it imports from these files, and nothing that is installed next to them."""
 LONGEST_LINE = 1 << 30  # bytes
@@ -35,34 +35,34 @@ START_SECONDS = 300.0  # to import the user's code
 CANCEL_SECONDS = 2.0  # for the child to say where a call was that is cancelled
 
 
-class GuestError(Exception):
+class ExternalError(Exception):
     """An error in the child. Its class has the name of the error's, and `place` is where it was raised."""
 
     place = ""
 
 
-class GuestReport(NamedTuple):
+class ExternalReport(NamedTuple):
     blocked: float = 0.0  # seconds for which the child's loop has not moved
     of: int | None = None  # the rollout that blocks it
     place: str = ""
     stuck: int = 0  # threads whose call was given up
 
 
-class GuestPython:
+class ExternalPython:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._ended = ""  # how the child ended
         self._closed = False
-        self.report = GuestReport()
+        self.report = ExternalReport()
         self.version = ""
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
         cls, python: str, name: str, *, key: str, args: Mapping[str, Any], agent: bool = False, concurrency: int = 8
-    ) -> "GuestPython":
+    ) -> "ExternalPython":
         """Start a child that has loaded an environment or an agent. Raise ValueError if it cannot."""
         executable = python_in(python)
         bin_folder = str(executable.parent)
@@ -110,11 +110,11 @@ class GuestPython:
 
     async def make(
         self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any
-    ) -> "GuestEnvironment":
+    ) -> "ExternalEnvironment":
         """Make the environment of a rollout."""
         given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
         offered, of = {**given, "task_seed": task_seed, "messages": messages}, _rollout()
-        return GuestEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
+        return ExternalEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
     async def run(self, **offered: Any) -> Any:
         """Run the agent."""
@@ -170,13 +170,13 @@ class GuestPython:
     async def _read(self) -> None:
         while message := await self._line():
             if "report" in message:
-                self.report = GuestReport(**message["report"])
+                self.report = ExternalReport(**message["report"])
                 continue
             waiting = self._waiting.get(message["id"])
             if waiting is None or waiting.done():
                 continue
             if "error" in message:
-                error = type(message["kind"], (GuestError,), {})(message["error"])
+                error = type(message["kind"], (ExternalError,), {})(message["error"])
                 error.place = message["place"]
                 waiting.set_exception(error)
             elif "cancelled" in message:
@@ -202,11 +202,11 @@ def _rollout() -> int:
     return int(task.get_name())
 
 
-class GuestEnvironment:
+class ExternalEnvironment:
     """An environment in the child, with the methods of episodes.Environment that it has."""
 
     def __init__(self, ask: Callable[..., Any], has: list[str]) -> None:
-        self._ask, self.tools = ask, list[GuestTool]()
+        self._ask, self.tools = ask, list[ExternalTool]()
         if "step" in has:
             self.step = self._step
         if "get_reward" in has:
@@ -215,7 +215,7 @@ class GuestEnvironment:
     async def reset(self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any) -> Any:
         given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
         found = await self._ask("reset", offered={**given, "task_seed": task_seed, "messages": messages})
-        self.tools = [GuestTool(self._ask, schema) for schema in found["tools"]]
+        self.tools = [ExternalTool(self._ask, schema) for schema in found["tools"]]
         return Conversation(found["observation"]) if found["whole"] else found["observation"]
 
     async def close(self) -> None:
@@ -228,7 +228,7 @@ class GuestEnvironment:
         return (Conversation(found[0]), *found[1:]) if answer["whole"] else found
 
 
-class GuestTool:
+class ExternalTool:
     """A tool of an environment in the child."""
 
     def __init__(self, ask: Callable[..., Any], schema: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     one JSON object per line:  {"id", "do": make | reset | step | tool | get_reward | close | run | cancel, ...}  stdin
                                {"id", "value" | "error" | "cancelled", "place"}, {"report"} each second           stdout
 
-guest.py is the other end. Prints of the user's code go to stderr. The process ends with its stdin.
+external_python.py is the other end. Prints of the user's code go to stderr. The process ends with its stdin.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from titan_rl.agents.user_code import (
 REPORT_SECONDS = 1.0
 
 
-class Guest:
+class Program:
     def __init__(self, hello: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         self._name, self._args, self._tell = hello["name"], hello["args"], tell
         self._threads = Threads(hello["concurrency"])
@@ -59,7 +59,7 @@ class Guest:
         self._ident = threading.get_ident()
         threading.Thread(target=self._report, daemon=True).start()
 
-    def hear(self, request: dict[str, Any]) -> None:
+    def begin_call(self, request: dict[str, Any]) -> None:
         """Begin a call, or cancel one."""
         if request["do"] == "cancel":
             if (call := self._calls.get(request["id"])) is not None:
@@ -145,19 +145,19 @@ async def serve() -> None:
     hello = json.loads(sys.stdin.buffer.readline())
     sys.path += [path for path in hello["path"] if path not in sys.path]
     try:
-        guest = Guest(hello, tell)
+        program = Program(hello, tell)
     except BaseException as error:  # importing the user's module runs it
         tell({"failed": str(error), "kind": type(error).__name__})
         return
     tell({"ready": sys.version.split()[0]})
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_listen, args=(loop, guest), daemon=True).start()
+    threading.Thread(target=_listen, args=(loop, program), daemon=True).start()
     await loop.create_future()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, guest: Guest) -> None:
+def _listen(loop: asyncio.AbstractEventLoop, program: Program) -> None:
     """Read requests, on a thread of its own: the process ends with its stdin even while the loop is blocked."""
     with suppress(ValueError):
         for line in sys.stdin.buffer:
-            loop.call_soon_threadsafe(guest.hear, json.loads(line))
+            loop.call_soon_threadsafe(program.begin_call, json.loads(line))
     os._exit(0)
