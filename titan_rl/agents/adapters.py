@@ -5,7 +5,7 @@
     SkyRL-gym    init(prompt) -> messages, metadata                 step(text) -> {observations, reward, done, metadata}
     Tinker       initial_observation() -> messages                  step(message) -> MessageStepResult
 
-An adapter has the methods of episodes.Environment. TRL's environment_factory needs none: a class without `step` is a
+An adapter has the methods that episodes.py describes. TRL's environment_factory needs none: a class without `step` is a
 set of tools. Only the standard library is imported, because external_program.py runs this in another Python.
 """
 
@@ -38,9 +38,8 @@ class Settings(dict[str, Any]):
 
 
 class GymnasiumText:
-    """Text is read as an action of the environment's action_space, or by its own `parse_action(text)`. Text that is no
-    action is answered by what was expected, and does not step. With render_mode "ansi" the policy reads what is drawn.
-    """
+    """Reads text as an action of the action_space, or by the environment's own `parse_action(text)`. Text that is no
+    action is answered with an error, and does not step. With render_mode "ansi" the policy reads the drawing."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -52,27 +51,24 @@ class GymnasiumText:
         return self._shown(observation)
 
     def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        space = getattr(self._environment, "action_space", None)
         try:
-            action = self._own(reply.text) if self._own else action_of(reply.text, self._action_space())
+            action = self._own(reply.text) if self._own else action_of(reply.text, space)
         except ValueError as error:
             return f"error: {error}", 0.0, False, {"unreadable": 1}
         observation, reward, terminated, truncated, info = self._environment.step(action)
-        over = bool(terminated) or bool(truncated)
-        return self._shown(observation), reward, over, numbers(info)
+        return self._shown(observation), reward, bool(terminated) or bool(truncated), numbers(info)
 
     def close(self) -> None:
         self._environment.close()
-
-    def _action_space(self) -> Any:
-        return getattr(self._environment, "action_space", None)
 
     def _shown(self, observation: Any) -> str:
         return without_colours(str(self._environment.render())) if self._drawn else text_of(observation)
 
 
 class TextArenaGame:
-    """A game for one player. Its reward is that of player 0 when it is over. A game without wrappers says what is new
-    in each turn; one that repeats all would be read again and again."""
+    """A game for one player, whose reward at the end is the rollout's. Games are made without wrappers: those return
+    only the new text of a turn, wrapped ones the whole game."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -93,11 +89,11 @@ class TextArenaGame:
         player, observation = self._environment.get_observation()
         if isinstance(observation, str):
             return observation
-        return "\n".join(text for sender, text, *_ in observation if sender != player)  # what it said, it knows
+        return "\n".join(text for sender, text, *_ in observation if sender != player)  # not the policy's own text
 
 
 class SkyRLText:
-    """`get_metrics()` is logged at the end. A `postprocessed_action` is not used: what was sampled stays as it is."""
+    """`get_metrics()` is logged at the end. A `postprocessed_action` is not used: sampled tokens are never changed."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -120,8 +116,8 @@ class SkyRLText:
 
 
 class TinkerMessages:
-    """A MessageEnv. Its messages replace the prompt, and each of its steps returns the whole conversation: what was
-    said before stays as tokens, unless it was edited."""
+    """A MessageEnv. Its messages replace the prompt, and each of its steps returns the whole conversation. Tokens of
+    earlier turns stay, unless their messages were edited."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -150,7 +146,7 @@ class TinkerMessages:
 
 
 def adapted(environment: Any) -> Any:
-    """Return what has the methods of episodes.Environment: the environment itself, or an adapter of it."""
+    """Return the environment itself, or an adapter with the methods that episodes.py describes."""
     if hasattr(environment, "initial_observation"):
         return TinkerMessages(environment)
     if hasattr(environment, "init") and not hasattr(environment, "reset"):

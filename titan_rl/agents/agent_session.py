@@ -1,9 +1,9 @@
-"""One rollout behind the endpoint: what its requests continue, and what they may still sample.
+"""One rollout behind the endpoint: which turn each request continues, and how many tokens it may still sample.
 
     chat, complete, generate ──> after which turn, which tokens stay, which are new ──> ask, the policy's turn
 
-What was sampled is never tokenized again: a request that continues a turn is read from that turn's tokens, and only
-what follows is rendered. Any other request is rendered whole, and begins a branch.
+Sampled tokens are never tokenized again: a request that continues a turn is read from that turn's tokens, and only
+later messages are rendered. Any other request is rendered whole, and begins a branch.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
-from titan_rl.agents.contexts import PROMPT, Contexts
 from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.episode_news import PROMPT, Contexts
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.message_tree import MessageTree, digest, key_of
 from titan_rl.agents.play import Sampled
@@ -59,15 +59,15 @@ class Said(NamedTuple):
 
     context: list[int]
     sampled: Sampled
-    text: str  # of what was sampled
-    message: Message  # of a chat; else empty
+    text: str  # the sampled tokens as text
+    message: Message  # the reply to a chat; else empty
 
 
 class AgentSession:
     def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Asks) -> None:
         self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
         self._contexts, self._tree = Contexts(prompt.tokens), MessageTree()
-        self._texts = [(prompt.text, PROMPT)] if renderer.chat is None else []  # of completions, and their turns
+        self._texts = [(prompt.text, PROMPT)] if renderer.chat is None else []  # completions, and their turns
         self._spent = 0  # tokens sampled, and read after the first context of a branch
         self._requests: set[asyncio.Task[Any]] = set()  # that wait for the policy
         self.turns = 0  # that were answered
@@ -86,7 +86,7 @@ class AgentSession:
         node, depth = self._tree.find(keys)
         try:
             after, kept, new = self._delta(chat, node.turn, messages, depth, tools)
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any error
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", f"{type(error).__name__}: {error}") from error
         if after == PROMPT:
             node, depth = self._tree.root, 0
@@ -101,8 +101,9 @@ class AgentSession:
         return said._replace(message=message)
 
     async def complete(self, prompt: str, wish: Wish) -> Said:
-        """Continue a text. It may continue an earlier text together with what was sampled after it."""
-        known, after = max(((t, n) for t, n in self._texts if prompt.startswith(t)), key=_length, default=("", None))
+        """Continue a text. It may begin with an earlier text and its completion."""
+        earlier = [(text, turn) for text, turn in self._texts if prompt.startswith(text)]
+        known, after = max(earlier, key=lambda each: len(each[0]), default=("", None))
         tokenizer = self.tokenizer
         new = tokenizer.encode_outside(prompt[len(known) :])
         if after is None:
@@ -174,7 +175,7 @@ class AgentSession:
         return Said(context, sampled, text, {})
 
     def _most(self, length: int, read: int, wished: int | None) -> int | None:
-        """Return how many tokens may be sampled; None: as many as are configured."""
+        """Return how many tokens may be sampled; None: the configured number."""
         limits = self._limits
         if not length:
             raise Refused(HTTPStatus.BAD_REQUEST, "empty_prompt", "expected a prompt of at least 1 token, found none")
@@ -190,7 +191,3 @@ class AgentSession:
     def _over(self, status: Status, message: str) -> Refused:
         self.refused = status
         return Refused(HTTPStatus.BAD_REQUEST, CODES.get(status, status), f"{message} ({status})")
-
-
-def _length(known: tuple[str, int | None]) -> int:
-    return len(known[0])

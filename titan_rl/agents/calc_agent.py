@@ -1,4 +1,4 @@
-"""An agent that solves calc's problems with a calculator of its own. It knows nothing of titan_rl: it has a URL and a
+"""An agent that solves calc's problems with its own calculator. It knows nothing of titan_rl: it has a URL and a
 key of a server that speaks OpenAI's API, and the `openai` package. `task.agent` trains it as it is.
 
     user 347*862=    assistant ?347*862    user 299114=    assistant 299114

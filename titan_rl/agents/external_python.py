@@ -1,4 +1,4 @@
-"""The user's environments in another Python: a child process, which external_program.py is, and proxies of what it has.
+"""The user's environments in another Python: a child process (external_program.py), and proxies of its objects.
 
     ExternalPython.make ──> ExternalEnvironment: reset, step, tools, get_reward, close ── a line each ──> the child
 
@@ -29,10 +29,10 @@ CHILD = (
     "sys.path[:] = [path for path in sys.path if path]; "
     "from titan_rl.agents.external_program import serve; asyncio.run(serve())"
 )
-"""Of this project, the child finds what it imports from these files, and nothing that is installed next to them."""
+"""The child imports this project's files, but no package that is installed for this Python."""
 LONGEST_LINE = 1 << 30  # bytes
 START_SECONDS = 300.0  # to import the user's code
-CANCEL_SECONDS = 2.0  # for the child to say where a call was that is cancelled
+CANCEL_SECONDS = 2.0  # for the child to send the place of a cancelled call
 
 
 class ExternalError(Exception):
@@ -142,7 +142,7 @@ class ExternalPython:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the child, with what it started. Calls that wait for it are cancelled."""
+        """End the child and its own children. Calls that wait for it are cancelled."""
         self._closed = True
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -203,7 +203,7 @@ def _rollout() -> int:
 
 
 class ExternalEnvironment:
-    """An environment in the child, with the methods of episodes.Environment that it has."""
+    """An environment in the child, with the methods that it has."""
 
     def __init__(self, ask: Callable[..., Any], has: list[str]) -> None:
         self._ask, self.tools = ask, list[ExternalTool]()
@@ -251,7 +251,7 @@ def python_in(path: str) -> Path:
 
 
 def users_path() -> list[str]:
-    """Return where this process finds the user's modules: not those of its own Python."""
+    """Return the folders of sys.path and the working directory, without the folders of this Python."""
     own = tuple(str(Path(prefix)) for prefix in {sys.prefix, sys.base_prefix})
     here = [str(Path(path).absolute()) for path in sys.path if path]
     return [path for path in [*here, os.getcwd()] if not path.startswith(own)]

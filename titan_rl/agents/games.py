@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Game:
     environment: Callable[[], Any]
-    count: int  # of all problems
+    count: int  # all problems
     row: Callable[[int], dict[str, Any]]  # the columns of a problem, by its number
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]

@@ -3,8 +3,8 @@
     http://127.0.0.1:PORT/r/ROLLOUT/v1/{models,chat/completions,completions}
     http://127.0.0.1:PORT/r/ROLLOUT/inference/v1/generate      token ids in and out, as vLLM has it
 
-Each rollout has a URL and a key of its own, which open nothing else, and nothing once it has ended. Only the loopback
-device is listened on. How the policy samples is up to the run's config; a client may lower the number of tokens.
+Each rollout has its own URL and key, which open nothing else, and nothing once it has ended. Only the loopback device
+is listened on. How the policy samples is up to the run's config; a client may lower the number of tokens.
 """
 
 import hmac
@@ -30,7 +30,7 @@ from titan_rl.wire.types import Prompt
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-MOST_BYTES = 64 << 20  # of a request
+MOST_BYTES = 64 << 20  # request body
 WAITING_CONNECTIONS = 4096
 SHUTDOWN_SECONDS = 5.0
 
@@ -98,7 +98,7 @@ class OpenAIEndpoint:
                     raise
                 found = 0.0
             status = session.refused or status
-        outcome = found if isinstance(found, Outcome) else scored(found, status, session, name)
+        outcome = found if isinstance(found, Outcome) else scored(found, status, session.turns, session.messages, name)
         return replace(outcome, metrics={**outcome.metrics, **session.metrics()})
 
     def _key(self, rollout: str) -> str:
@@ -222,7 +222,7 @@ async def replied(request: web.Request, body: Body, reply: Any, chunks: list[Any
 
 
 async def _streamed(request: web.Request, chunks: list[Any]) -> web.StreamResponse:
-    """Send the chunks as server-sent events. They are whole already: an error before them has a status of its own."""
+    """Send the chunks as server-sent events. They are whole already: an earlier error has its own status."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for chunk in chunks:

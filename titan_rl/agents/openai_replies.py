@@ -15,7 +15,7 @@ Reply = tuple[dict[str, Any], list[dict[str, Any]]]
 
 class Replies:
     def __init__(self, model: str, context: int) -> None:
-        """`context`: the most tokens of a prompt and its answer; 0: not told."""
+        """`context`: the most tokens of a prompt and its answer; 0: unknown."""
         self._model, self._context, self._since = model, context, int(time.time())
 
     def models(self) -> dict[str, Any]:

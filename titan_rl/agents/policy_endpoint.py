@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server for anybody's client: each request is a conversation of its own.
+"""The OpenAI-compatible server for any client: each request is a new conversation.
 
     http://HOST:PORT/v1/{models,chat/completions,completions}      http://HOST:PORT/inference/v1/generate
 
@@ -29,7 +29,7 @@ from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Req
 
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
-MOST_KEPT = 2**20  # of top_k; 0 and -1: all
+MOST_KEPT = 2**20  # largest top_k; 0 and -1: all
 NO_LIMITS = Limits(max_turns=1 << 30, max_tokens=0, turn_seconds=0, rollout_seconds=0)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
 }
-"""What a client may send only with a value that changes nothing."""
+"""Fields that a client may send only with a value that changes nothing."""
 
 
 class PolicyEndpoint(OpenAIEndpoint):
@@ -49,7 +49,7 @@ class PolicyEndpoint(OpenAIEndpoint):
     def __init__(
         self, generators: Generates, renderer: Renderer, *, key: str, sampling: Sampling, context: int, model: str
     ) -> None:
-        """`sampling` is what a client does not choose; `context` is the most tokens of a prompt and its answer."""
+        """`sampling` applies where a client chooses nothing; `context` limits the tokens of a prompt and its answer."""
         super().__init__(model, context)
         self._generators, self._renderer, self._access = generators, renderer, key
         self._sampling, self._context = sampling, context
@@ -152,7 +152,7 @@ class PolicyEndpoint(OpenAIEndpoint):
 
 
 Scores = Callable[[list[int], int | None], Awaitable[tuple[Sampled, list[ContextScore]]]]
-"""Samples after these tokens, at most so many, and scores them from the second on."""
+"""Samples after these tokens, at most a number of them, and scores the read tokens from the second on."""
 
 
 class OneAnswer(AgentSession):
@@ -163,7 +163,7 @@ class OneAnswer(AgentSession):
         self._score, self._stops = score, stops
 
     async def echo(self, prompt: Any, most: int | None) -> tuple[Said, list[ContextScore]]:
-        """Continue a text or tokens by at most so many tokens (None: as configured), and score what was read."""
+        """Continue a text or tokens by at most `most` tokens (None: as configured), and score the prompt."""
         size = self.tokenizer.size
         tokens = (
             [*self.tokenizer.opening, *self.tokenizer.encode_outside(prompt)] if isinstance(prompt, str) else prompt
@@ -189,7 +189,7 @@ class OneAnswer(AgentSession):
         return self._cut(await super().chat(messages, tools, wish))
 
     def _cut(self, said: Said) -> Said:
-        """Return what was said up to the first stop. The tokens and their log-probs stay whole."""
+        """Return the answer up to the first stop. The tokens and their log-probs stay whole."""
         text, message = first_part(said.text, self._stops), dict(said.message)
         if isinstance(content := message.get("content"), str):
             message["content"] = first_part(content, self._stops)
@@ -203,8 +203,8 @@ def first_part(text: str, stops: Sequence[str]) -> str:
 
 
 def echoed(said: Said, scores: Sequence[ContextScore], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return the log-probs of a prompt and its answer. The first token has none. The most likely token is known of what
-    was read only."""
+    """Return the log-probs of a prompt and its answer. The first token has none. The most likely token is known in the
+    prompt only."""
     names = [tokenizer.decode([token], skip_special=False) for token in (*said.context, *said.sampled.tokens)]
     own = [score.logprob for score in scores] + list(said.sampled.logprobs)
     top: list[dict[str, float]] = [{name: p} for name, p in zip(names[1:], own, strict=True)]

@@ -1,4 +1,4 @@
-"""A policy that needs no model: it says random tokens, words that it has read, numbers, and calls of its tools."""
+"""A policy without a model: it samples random tokens, words of its context, numbers, and calls of its tools."""
 
 import json
 import re
@@ -9,13 +9,13 @@ import numpy as np
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
-RECENT = 400  # characters of what it has read
+RECENT = 400  # last characters of the context, whose words it repeats
 MOST_WORDS = 4
 EXAMPLES: dict[str, Any] = {"string": "a", "integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
 
 
 class RandomPolicy:
-    """Answers requests as generators do. A seed says the same after the same context."""
+    """Answers requests as generators do. The same seed gives the same answer after the same context."""
 
     def __init__(self, tokenizer: TextTokenizer, *, chat: bool) -> None:
         self._tokenizer, self._chat = tokenizer, chat
