@@ -1,7 +1,7 @@
 """`python -m titan_rl.check_env NAME`: play rollouts of an environment with a random policy, without a model.
 
-They are played as in a run: the same processes, limits, tokens and masks. The policy says, at random, tokens, words
-that it has read, numbers, and calls of the tools that it is offered. The same seed says the same.
+They are played as in a run: the same processes, limits, tokens and masks. The policy answers at random: with tokens,
+words of its context, numbers, and calls of the offered tools. The same seed gives the same rollouts.
 
 Exit codes: 0 played, 1 a rollout failed, 2 bad usage, 130 stopped.
 """
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 PROG = "titan_rl.check_env"
 BASE = "calc_llama"
 ROW = '{"question": "begin. ", "answer": ""}\n'
-"""What a rollout begins with if no config says so."""
+"""The row of a rollout if the config has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What was played."""
+    """The rollouts that were played."""
 
     rollouts: Sequence["Rollout"]
-    seconds: float  # of all of them
+    seconds: float  # for all of them
     repeats: bool  # the first one, played again, is the same
     sessions: int | None  # that the environment's server takes at the same time; None: it has no server
 
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, what is "
-        "trained on, rewards, tools, turns, seconds, and how many sessions it takes at once.",
+        description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, which of "
+        "them are trained, rewards, tools, turns, seconds, and how many sessions it takes at once.",
         epilog="Any key of the config: --section.key VALUE, such as --environment.args '{is_slippery = false}' or "
         "--task.template chat. docs/environments.md has the names of environments of other packages.",
         allow_abbrev=False,
     )
-    names = 'as environment.name: "my_module:MyClass", "gymnasium:FrozenLake-v1"; default: that of the config'
+    names = 'as environment.name: "my_module:MyClass", "gymnasium:FrozenLake-v1"; default: as in the config'
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help=names)
     parser.add_argument("--agent", action="store_true", help="NAME is a task.agent, as it also is in verifiers:TASKSET")
     parser.add_argument("--config", metavar="NAME|FILE", help="config with the tokenizer, rows and limits")
@@ -163,7 +163,7 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
 
 
 async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Path) -> Rehearsal:
-    """Play rollouts as a run plays those of one step."""
+    """Play rollouts as one step of a run does."""
     from titan_rl.agents.random_policy import RandomPolicy
     from titan_rl.record.incidents import Incidents
     from titan_rl.rollout.player import Player
@@ -201,7 +201,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
 
 
 async def sessions(config: Config) -> int | None:
-    """Return how many sessions a server opens at the same time, at most as many as the config needs."""
+    """Return how many sessions a server opens at the same time, up to the number that the config needs."""
     from titan_rl.preflight.memory import in_flight
 
     prefix, _, url = config.environment.name.partition(":")
@@ -243,7 +243,7 @@ def table(rollouts: Sequence["Rollout"]) -> "Table":
 
 
 def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
-    """Yield what else was found, and what is wrong, one line each."""
+    """Yield further facts and problems, one line each."""
     from titan_rl.preflight.memory import in_flight
 
     config, rollouts = setup.config, found.rollouts
@@ -269,7 +269,7 @@ def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
     if lost and not config.model.hf_assets_path:
         yield (
             f"tokens     {lost} of {read} that are read stand for characters that the tokenizer of the examples lacks; "
-            "--model.hf_assets_path FOLDER takes that of your model"
+            "--model.hf_assets_path FOLDER takes your model's"
         )
     yield from (f"wrong: {line}" for line in wrong(setup, found))
 
@@ -291,7 +291,7 @@ def wrong(setup: "Setup", found: Rehearsal) -> Iterator[str]:
     if lost and setup.config.model.hf_assets_path:
         yield f"model.hf_assets_path: {lost} of {read} tokens that are read stand for characters without a token"
     if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
-        yield f"{more} of {len(rollouts)} rollouts began branches: what was read before was changed, and is read again"
+        yield f"{more} of {len(rollouts)} rollouts began branches: earlier text was changed, and is read again"
 
 
 if __name__ == "__main__":

@@ -182,8 +182,8 @@ class EpisodeLoop:
         return None
 
     def close(self, seconds: float = 0.0) -> None:
-        """Cancel every rollout, and end the loop. Wait at most `seconds` for it: without that, the end of the interpreter
-        destroys pending tasks."""
+        """Cancel every rollout, and end the loop. Wait at most `seconds` for it: the end of the interpreter destroys
+        pending tasks."""
         self._threads.close()
         self._soon(lambda: self._loop.create_task(self._end()))
         self._thread.join(seconds)

@@ -36,7 +36,7 @@ from titan_rl.record.terminal import open_console
 from titan_rl.wire.failpoints import FaultOrder, give
 
 HELD, BROKEN, USAGE, STOPPED = 0, 1, 2, 130
-DEFAULTS = {  # of the run; the command line overrides them
+DEFAULTS = {  # the run's keys; the command line overrides them
     "job.fresh": "true",
     "fault.max_restarts": "1000000",
     "fault.max_failed_saves": "1000000",
@@ -47,7 +47,7 @@ DEFAULTS = {  # of the run; the command line overrides them
     "algorithm.max_dead_steps": "0",
 }
 PATIENCE = 180.0
-LAST_LINES = 20  # of the run's output, shown if the run failed
+LAST_LINES = 20  # lines of output that are shown if the run failed
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""How each fault of a rank is injected. controller_faults.py has those of the controller."""
+"""Injects each fault of a rank. controller_faults.py injects the faults of the controller."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from titan_rl.chaos.schedule import Fault, Kind, role_of
 from titan_rl.chaos.subject import ChaosRun
 from titan_rl.wire.failpoints import FaultOrder, give
 
-BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # of fault.hang_seconds
+BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # BURST: times fault.hang_seconds
 FOREVER = 1e9
 HOLD_SECONDS = 1.5  # readers wait this long before they read, while the staged weights are damaged
 FULL_SECONDS = 1.0  # the disk stays full this long after the failure is detected

@@ -1,4 +1,4 @@
-"""What came of a fault: when the run noticed it, when it had recovered, and what it did wrong.
+"""The outcome of a fault: when the run noticed it, when it had recovered, and its mistakes.
 
 injected ── detected: an incident or a failed save is reported ── recovered: every rank is up and training continues
          └─ not detected: faults that must heal silently ──────── recovered: the next step is reached
@@ -66,7 +66,7 @@ def check_not_replaced(run: ChaosRun, outcome: Outcome) -> None:
 
 
 def caused_by(run: ChaosRun, outcome: Outcome) -> list[Incident]:
-    """Return the incidents that the fault caused: all since its injection. If faults overlap, those of its mesh."""
+    """Return the incidents that the fault caused: all since its injection. If faults overlap: only its mesh's."""
     since = outcome.injected
     if outcome.alone:
         return [incident for incident in run.incidents if incident.time >= since]

@@ -44,9 +44,9 @@ POINTS = {
     "critic": ("step", "scores"),
     "environment": ("begin", "take"),
 }
-TARGETS = ("controller", "group", "all")  # of a preemption's signal
+TARGETS = ("controller", "group", "all")  # processes that a preemption signals
 FROZEN_POINTS = ("scores",)
-"""Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""
+"""Failpoints at which an exception may be raised. Saving a checkpoint is none: "disk" is its fault."""
 FIRST, LAST = 0.05, 0.85  # share of the steps: the run must recover from the last fault before it ends
 DELAY_SECONDS = 0.3  # longest delay within the step
 

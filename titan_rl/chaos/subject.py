@@ -37,7 +37,7 @@ class RunEnded(Exception):
 
 
 class RunStuck(Exception):
-    """The run made no progress for too long; str() says what was waited for."""
+    """The run made no progress for too long. The text names the awaited condition."""
 
 
 class Hit(NamedTuple):
@@ -55,15 +55,15 @@ class OutputLine(NamedTuple):
 
 
 class ChaosRun:
-    """`python -m titan_rl.run` in a process of its own, with failpoints armed by the folder `orders`."""
+    """A process with `python -m titan_rl.run`, whose failpoints are armed by the folder `orders`."""
 
     def __init__(self, argv: Sequence[str], folder: Path, orders: Path, patience: float) -> None:
         self.folder, self.orders, self.patience = folder, orders, patience
         self.log = orders / "run.log"
         self.command = [sys.executable, "-m", "titan_rl.run", *argv]
-        self.pids: list[int] = []  # of every controller that the run has had
+        self.pids: list[int] = []  # every controller so far
         self.process = self._start(self.command)
-        self.began = time.time()  # of the last controller
+        self.began = time.time()  # start of the last controller
         self.killed = False  # by this process, because the run did not end
         self.status: dict[str, Any] = {}
         self.incidents: list[Incident] = []
@@ -161,7 +161,7 @@ class ChaosRun:
     async def _ask_status(self) -> None:
         try:
             endpoint = self._endpoint or Endpoint.find(self.folder)
-            if endpoint.pid != self.process.pid:  # of an older run
+            if endpoint.pid != self.process.pid:  # an older run's socket
                 return
             self._endpoint = endpoint
             self.status = await asyncio.to_thread(endpoint.ask, "status", {}, ASK_SECONDS)
@@ -183,7 +183,7 @@ class ChaosRun:
         found, forked = (
             dict[int, str](),
             {pid: rank for rank, pid in self.ranks.items()},
-        )  # these look like their parent
+        )  # forks look like their parent
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it just ended, or belongs to another user
                 environment, rank = process.environ(), forked.get(process.pid, "")
@@ -192,7 +192,7 @@ class ChaosRun:
         return found
 
     def end(self) -> dict[int, str]:
-        """Kill what is left of the run, and return the processes that outlived its controller by END_SECONDS."""
+        """Kill the rest of the run, and return the processes that outlived its controller by END_SECONDS."""
         deadline = time.monotonic() + END_SECONDS
         if not self.ended:
             self.killed = True

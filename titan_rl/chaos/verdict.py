@@ -1,4 +1,4 @@
-"""What must hold when a run has ended, whatever faults it had."""
+"""Audits a run that has ended, after any faults."""
 
 import json
 import statistics

@@ -17,7 +17,7 @@ DONE, REFUSED, NOT_RUNNING = 0, 1, 2
 
 
 class RequestFailed(Exception):
-    """The request was refused or could not be answered; str() says why."""
+    """The request was refused or could not be answered. The text is the reason."""
 
     def __init__(self, why: str, code: int = REFUSED) -> None:
         super().__init__(why)

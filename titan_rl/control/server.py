@@ -3,7 +3,7 @@
     ctl ── {"command": "scale", "arguments": {"generators": 3}} ──> Control ──> a coroutine of the run
         <──────────── {"answer": ...} or {"error": "..."} ───────────┘
 
-A connection carries one line of JSON each way. RUN/control.json says where the socket is while the run lasts. Every
+A connection carries one line of JSON each way. RUN/control.json has the path of the socket while the run lasts. Every
 request is answered with one line, and no request can fail the run.
 """
 

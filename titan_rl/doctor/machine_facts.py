@@ -40,9 +40,9 @@ class Cpu:
     model: str
     architecture: str
     cores: int
-    usable: int  # of this process's affinity
+    usable: int  # in this process's affinity
     quota: float | None  # cores that the cgroup allows
-    flags: tuple[str, ...]  # of cpuinfo, only those about AVX and AMX
+    flags: tuple[str, ...]  # in cpuinfo, about AVX and AMX
 
     @property
     def capability(self) -> str:
@@ -53,7 +53,7 @@ class Cpu:
 class HostMemory:
     total: int  # bytes, as all sizes
     available: int
-    limit: int | None  # of the cgroup
+    limit: int | None  # the cgroup's
     used: int  # by the cgroup, without file caches
     shm: "Disk"
 
@@ -110,7 +110,7 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Facts:
     identity: dict[str, str]  # which titan_rl, which Python
-    environment: dict[str, str]  # those of VARIABLES that are set
+    environment: dict[str, str]  # the VARIABLES that are set
     packages: Packages
     cpu: Cpu
     memory: HostMemory
@@ -163,10 +163,10 @@ def gather_facts() -> Facts:
 
 
 def attempt(probe: Callable[[], object]) -> str:
-    """Return "" if `probe` works, else what it raised."""
+    """Return "" if `probe` works, else the error that it raised."""
     try:
         probe()
-    except Exception as error:  # whatever fails is what the report is about
+    except Exception as error:  # the report names any error
         return f"{type(error).__name__}: {error}"
     return ""
 

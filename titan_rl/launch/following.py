@@ -12,11 +12,11 @@ from titan_rl.wire.program import STOPPED
 
 
 class SubmissionFailed(Exception):
-    """The scheduler did not take the job, or is not reached; str() has its own words."""
+    """The scheduler did not take the job, or is not reached. The text is in its own words."""
 
 
 class Look(NamedTuple):
-    """What the scheduler says of a job."""
+    """A job's state in the scheduler."""
 
     state: str
     reason: str = ""  # in the scheduler's own words

@@ -1,4 +1,4 @@
-"""What a scheduler runs, from a config: pure functions of it."""
+"""The job that a scheduler runs, as a pure function of a config."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Job:
 
     config: Config
     config_name: str
-    folder: Path  # of the run
+    folder: Path  # the run's
 
     @classmethod
     def of(cls, config: Config, config_name: str) -> "Job":

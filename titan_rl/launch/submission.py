@@ -1,4 +1,4 @@
-"""Checks of what a scheduler needs to take a run, besides the checks of every run."""
+"""Checks of the keys that a scheduler needs, besides the checks of every run."""
 
 import re
 import shutil

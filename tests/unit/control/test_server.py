@@ -1,4 +1,4 @@
-"""The control socket: which processes reach it, and what it answers."""
+"""The control socket: which processes reach it, and its answers."""
 
 import asyncio
 import json
