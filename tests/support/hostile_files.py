@@ -80,15 +80,11 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("f = lambda completion: -1e308", "a number of float32's range, found -1e+308"),
     ("import sys; sys.exit(0)", "found SystemExit(0)"),
     ("raise SystemExit(5)", "found SystemExit(5)"),
-    ("import os; os._exit(0)", "found that it ends the process with exit code 0"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "found that it ends the process with exit code -11"),
     ("raise KeyboardInterrupt", "found KeyboardInterrupt"),
     ("class B(BaseException): pass\nraise B('x')", "found B: x"),
     ("1 / 0", "found ZeroDivisionError: division by zero"),
     ("def f(: pass", "found SyntaxError"),
     ("import no_such_module_of_mine", "No module named 'no_such_module_of_mine'"),
-    ("while True: pass", "to be imported within 2 s, found it still running at"),
-    ("import time; time.sleep(100)", "to be imported within 2 s, found it still running at"),
     ("f = 3", "to be a function, found 3"),
     ("f = None", "to be a function, found None"),
     ("g = 3", "has no attribute 'f'"),
@@ -102,7 +98,6 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("def f(solution_str): return {'acc': 1.0}", "to return a dict with a 'score', found {'acc': 1.0}"),
     ("def f(): pass\nf.__signature__ = 5", "to be a function with a signature, found"),
     ("async def f(completion): return '1'", "to return a float, int or bool, found '1'"),
-    ("import asyncio\nasync def f(completion): await asyncio.sleep(60)", "within 2 s, found it still running"),
     ("async def g(): return 1.0\ndef f(completion): return g()", "to return a float, int or bool, found <coroutine"),
     ("def f(completion): yield 1.0", "to return a float, int or bool, found <generator"),
     ("class f:\n  def __init__(self, completion): pass", "to return a float, int or bool, found <judge.f object"),
@@ -115,11 +110,18 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("def f(completion): return 10 ** 400", "to return a number, found 1000"),
     ("def f(completion): raise ValueError('x' * 9)", "to score the first row, found ValueError: xxxxxxxxx"),
     ("def f(completion): raise KeyboardInterrupt", "to score the first row, found KeyboardInterrupt"),
+    ("def f(row): return row['no_such']", "to score the first row, found KeyError: 'no_such'"),
+]
+FATAL_REWARDS: list[tuple[str, str]] = [  # they end or block their process, or read its stdin
+    ("import os; os._exit(0)", "found that it ends the process with exit code 0"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "found that it ends the process with exit code -11"),
+    ("while True: pass", "to be imported within 2 s, found it still running at"),
+    ("import time; time.sleep(100)", "to be imported within 2 s, found it still running at"),
+    ("import asyncio\nasync def f(completion): await asyncio.sleep(60)", "within 2 s, found it still running"),
     ("def f(completion): exit(0)", "to score the first row, found SystemExit: 0"),
     ("import os\ndef f(completion): os._exit(0)", "found that it ends the process with exit code 0"),
     ("def f(completion):\n  while True: pass", "for the first row within 2 s, found it still running at"),
     ("import re\ndef f(completion): re.match('(a+)+b', 'a' * 60)", "within 2 s, found it still running at"),
-    ("def f(row): return row['no_such']", "to score the first row, found KeyError: 'no_such'"),
     ("def f(completion): return float(input())", "to score the first row, found EOFError"),
 ]
 NAMES = ["x", "json:", ":f", ".judge:f", "judge.py:f", "judge:f.x", "judge f:f", "json:dumps:x", "\u00e9:f"]
@@ -264,6 +266,8 @@ ODD_REWARDS = [
     "class F:\n  def __call__(self, completion): return 1.0\nf = F()",
     "from functools import partial\nf = partial(lambda completion, k: k, k=1.0)",
     "f = lambda completion: -1e38",
+]
+ODD_PROCESSES = [  # they print, or leave something behind in their process
     "print('hello')\ndef f(completion):\n  print(completion)\n  return 0",
     "import sys\nsys.stdout.close()\nsys.stderr.close()\ndef f(completion): return 0",
     "import threading, time\nthreading.Thread(target=time.sleep, args=[50]).start()\ndef f(completion): return 0",
