@@ -87,8 +87,10 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
 
 
 def test_deterministic_engines_are_announced_and_too_small_a_gpu_is_refused(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    data: list[str], cuts: dict[str, ShardedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sharding, "ask_titan", lambda _: {"trainer": cuts["grpo_qwen3_0_6b_1gpu trainer"]})
     flags = [*data, *assets(tmp_path / "model", QWEN_600M), "--job.dump_folder", str(tmp_path / "dump")]
     run = ["--config", "grpo_qwen3_0_6b_1gpu", "--dry-run", *flags]
     assert main([*run, "--debug.deterministic", "true"]) == 0
@@ -121,7 +123,7 @@ def test_snapshots_that_exceed_a_hosts_memory_are_refused(
 def test_every_tiny_config_is_ready(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where a role's folder is not that of an earlier run
+    monkeypatch.chdir(tmp_path)  # where no earlier run has left a role's folder
     config = load(find(name))
     write_models(config)
     dump = tmp_path / "dump"
