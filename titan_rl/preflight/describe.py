@@ -69,7 +69,7 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
 
 
 def changed_keys(setup: Setup) -> list[str]:
-    """Return the keys that differ from those of the run's last start, without [job]."""
+    """Return the keys that have changed since the run's last start, without [job]."""
     try:
         before = load(setup.folder / "config.toml")
     except (ConfigError, OSError):  # written by another version
@@ -79,7 +79,7 @@ def changed_keys(setup: Setup) -> list[str]:
 
 
 def main_keys(config: Config) -> str:
-    """Describe the keys that most often decide how a run goes, and that the other rows do not have."""
+    """Describe the keys that users tune most often and that no other row has."""
     a, r = config.algorithm, config.rollout
     parts = [f"optimizer.lr {config.optimizer.lr:g}"] if config.training.steps else []
     parts += [f"cold_start.lr {config.cold_start.lr:g}"] if config.cold_start.steps else []

@@ -127,7 +127,7 @@ def trained(
     weights = sharded.held * each
     copies = f" x {1 + lent} models" if lent else ""
     state = {
-        "weights": MemoryPart(weights * (1 + lent), f"{held} parameters of its own x {each}{copies}"),
+        "weights": MemoryPart(weights * (1 + lent), f"{held} own parameters x {each}{copies}"),
         "optimizer": MemoryPart(2 * weights, f"{held} x {each} x 2 moments"),
     }
     reduced = {"gradients": MemoryPart(weights, f"{held} x {each}, from the first backward to the update")}
@@ -152,7 +152,7 @@ def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: Sh
         "activations": MemoryPart(tokens(config) * layer, f"{tokens(config):,} tokens x {size(layer)}"),
         "head": head(config, shape),
     }
-    weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} parameters of its own x {each}")
+    weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
     return Estimate({} if t.enable_cpu_offload else {"weights": weights}, peak, p.world_size - 1)
 
 
@@ -256,7 +256,7 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
     """Return the bytes of gradients of activations that are alive at once in a block's backward, at most."""
     each = BYTES[config.training.mixed_precision_param]
     dense = (2 * shape.dim + 3 * shape.hidden_per_token // p.tensor_parallel_degree) * each
-    # of each expert's output: as it was computed, in float32 before and after its weight, and of its input
+    # per expert, its output as computed, in float32 before and after its weight; and its input
     routed = shape.dim * each + shape.experts_per_token * (shape.dim * (2 * each + 8) + 4)
     return max(dense, routed) if shape.experts else dense
 

@@ -38,7 +38,7 @@ class Units:
     role: str  # its name in placement.hosts
     count: int
     ranks: int
-    index: int = 0  # of a replica
+    index: int = 0  # number of a replica
 
 
 def units_of(config: Config) -> list[Units]:
@@ -57,7 +57,7 @@ def _replica(config: Config, index: int) -> Units:
 
 
 def slots_per_host(config: Config, gpus: int) -> int:
-    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host, or what is left to choose on a CPU."""
+    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host; on a CPU as few as fit."""
     hosts = config.hosts
     if hosts.slots:
         return hosts.slots
@@ -130,7 +130,7 @@ def environment_host(config: Config, number: int) -> int:
 def place_again(config: Config, mesh: str, placement: Placement, slots: int, lost: Collection[int]) -> list[Share]:
     """Place a mesh again, on slots that no other mesh has, of hosts that are not lost; or raise Unplaceable. If there
     is no room for all rows of the trainer, it gets fewer, but at least fault.min_trainers. Colocated trainers and
-    generators have slots together; those that they can share are taken first."""
+    generators share slots, which are dealt first."""
     others = {name: slots_of(found) for name, found in placement.items() if name != mesh}
     partners = {name for name in others if takes_turns(config, mesh, name)}
     taken = set[tuple[int, int]]().union(*(others[name] for name in others.keys() - partners))

@@ -32,7 +32,7 @@ from titan_rl.wire.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the policy is, apart from its weights."""
+    """The policy without its weights."""
 
     shape: ModelShape
     folder: Path  # Hugging Face folder with config.json and tokenizer
@@ -43,7 +43,7 @@ class Policy:
 @dataclass(frozen=True, slots=True)
 class Setup:
     name: str  # config name
-    given: Config  # as it was read
+    given: Config  # as read, with "auto"
     config: Config  # on the run's device: auto.on_device
     resolved: Config  # that the ranks work with: without "auto"
     folder: Path  # the dump folder
@@ -53,14 +53,14 @@ class Setup:
     task: Task
     sampling: Sampling
     heldout: Problems
-    eval_sets: tuple[Problems, ...]  # of [eval.sets]
+    eval_sets: tuple[Problems, ...]  # [eval.sets]
     practice: Problems  # eval.size training problems, if cold_start.stop_at is set
     device: str  # "cpu" or "cuda"
     gpus: Gpus
     resume: Resume
-    role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
+    role_shapes: dict[str, ModelShape]  # a teacher's and a reward model's; other roles have the policy's shape
     judges: RewardJudges  # by reward functions, in training and in evaluations
-    dropped: tuple[str, ...] = ()  # rows that are left out, and whose rows they are, for the plan
+    dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
     @property

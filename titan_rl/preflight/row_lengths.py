@@ -75,8 +75,8 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
 def lengths(
     examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int
 ) -> Iterator[RowLength | str]:
-    """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that is too long for
-    `most` tokens whatever its tokens are is not tokenized."""
+    """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that cannot fit
+    `most` tokens is not tokenized."""
     longest = most * tokenizer.longest_token
 
     def tokens(texts: Sequence[str], special: bool = False) -> list[int]:
@@ -137,7 +137,7 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             expected = f"a tokenizer in {tokenizer.folder} that renders chats"
             raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
     answers = reads_answers(config)
-    one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # of the characters
+    one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # one per character
 
     def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
         if not one_token_each:

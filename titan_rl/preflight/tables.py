@@ -15,8 +15,8 @@ from titan_rl.wire.weight_source import SLOTS
 
 MOST_ROWS = 2  # for neighbouring hosts that are alike; more hosts share one row, so that a hundred stay readable
 NAMED = 2  # hosts whose loss has one outcome
-ROOM = "what any host has fits on the others"
-FITS = "what it has fits on the others"
+ROOM = "the ranks of any host fit on the others"
+FITS = "its ranks fit on the others"
 Row = tuple[str, str, str]  # part, size, formula
 
 

@@ -129,7 +129,7 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
 @pytest.mark.parametrize(
     "toml",
     [
-        "[generator]\ntensor_parallel_degree = 4",  # twice as many ranks as kv heads: each kv head on two of them
+        "[generator]\ntensor_parallel_degree = 4",  # two ranks per kv head: each kv head is on two ranks
         "[model]\nn_kv_heads = 4\n[generator]\ntensor_parallel_degree = 2",
         "[training]\nseq_len = 255\n[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = false",
         "[training]\nseq_len = 71",

@@ -27,7 +27,7 @@ GPU_CONFIGS = {
         [
             "FSDP2 4 x TP 8",
             "vLLM x 8, TP 4",
-            "2.21B parameters of its own x 4",
+            "2.21B own parameters x 4",
             "at least 2.8 s at 400 Gbit/s per host",
         ],
     ),
@@ -37,7 +37,7 @@ GPU_CONFIGS = {
     ),
     "grpo_qwen3_30b_a3b": (
         QWEN_30B_A3B,
-        ["FSDP2 16, experts over 8", "1.91B parameters of its own x 4", "2: received weights 56.9 GiB"],
+        ["FSDP2 16, experts over 8", "1.91B own parameters x 4", "2: received weights 56.9 GiB"],
     ),
 }
 

@@ -71,7 +71,7 @@ def unwritable(folder: Path) -> str:
 
 
 def _check_inner(config: Config) -> Iterator[str]:
-    """Check that keys name folders of their own in the dump folder."""
+    """Check that keys name separate folders in the dump folder."""
     taken: dict[str, PurePosixPath] = {}
     for key in INNER:
         name = valued(config, key)
@@ -85,7 +85,7 @@ def _check_inner(config: Config) -> Iterator[str]:
             yield f"{key}: expected {expected}, found {as_toml(name)}, which the run writes itself"
         elif other := next((k for k, p in taken.items() if p == path or p in path.parents or path in p.parents), None):
             found = f"found {as_toml(name)} and {other} = {as_toml(str(taken[other]))}"
-            yield f"{key}: expected {expected} apart from that of {other}, {found}"
+            yield f"{key}: expected {expected} apart from {other}'s, {found}"
         else:
             taken[key] = path
 

@@ -182,7 +182,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     for key, name in rewards_of(task):
         if name == "model" and key != "reward":
             why = "because a reward model cannot measure a policy trained against it"
-            why = why if key in ("eval_reward", "grader") else "which is a mesh of its own: name it in task.reward"
+            why = why if key in ("eval_reward", "grader") else "which has its own mesh: name it in task.reward"
             yield f'task.{key}: expected a reward other than "model", {why}, found "model"'
         if name in ("model", *BUILT_IN):
             continue
@@ -237,8 +237,8 @@ def check_template_keys(config: Config) -> Iterator[str]:
         yield from _template_keys(source, task.template)
         turns = config.rollout_code or source.demonstration_key
         if turns and _style(source) != _style(own):
-            why = f"because the later turns of {turns!r} are rendered by that of [task]"
-            yield f"{source.section}.chat_template: expected none of its own, {why}, found one, or its own kwargs"
+            why = f"because the later turns of {turns!r} are rendered by [task]'s"
+            yield f"{source.section}.chat_template: expected none, {why}, found one, or other kwargs"
 
 
 def styled_sources(config: Config) -> list[DataSource]:
@@ -268,7 +268,7 @@ def _template_keys(source: DataSource, template: str) -> Iterator[str]:
                 yield f"{section}.{key}: {expected}, found {as_toml(found)}"
     for name in RESERVED:
         if name in source.chat_template_kwargs:
-            expected = "expected variables of the template other than those that every rendering sets"
+            expected = f"expected variables of the template other than {', '.join(RESERVED)}"
             yield f"{section}.chat_template_kwargs: {expected}, found {name!r}"
     found = as_toml(source.chat_template)
     if source.chat_template and not is_inline(source.chat_template):
