@@ -184,14 +184,3 @@ def test_a_resumed_run_says_which_keys_are_no_longer_the_same(
     assert "changed" not in said("--optimizer.lr=0.123", "--job.fresh")
     (dump / "config.toml").write_text("[no_such_section]")
     assert "changed" not in said("--optimizer.lr=0.123")
-
-
-def test_what_is_missing_is_said_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--config", "grpo_llama3_8b", "--dry-run", "--training.stepz", "3", "--rollout.group_size", "many"])
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert "did you mean" in err
-    assert "steps" in err
-    assert "rollout.group_size" in err
-    assert "Traceback" not in err
