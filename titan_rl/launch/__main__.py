@@ -21,11 +21,10 @@ from titan_rl.config.sections import Config, HostsSection
 from titan_rl.launch import sbatch
 from titan_rl.launch.cluster_api import find_cluster
 from titan_rl.launch.following import ENDED, SubmissionFailed, follow
-from titan_rl.launch.job import Job
+from titan_rl.launch.job import Job, check_submission
 from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
 from titan_rl.launch.manifests import as_yaml, manifests, tls_secret
 from titan_rl.launch.slurm_queue import SlurmJob, submit_script
-from titan_rl.launch.submission import check_submission
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.load import Arguments, Invocation, read
 from titan_rl.preflight.refusal import refuse

@@ -1,5 +1,6 @@
 """Tables of the plan: ranks by host, the effect of losing a host, memory of ranks and hosts, bytes of a weight sync."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -51,13 +52,11 @@ def host_rows(config: Config, placed: Placement, slots: int) -> list[tuple[str, 
     """Return name, ranks and taken slots of each host. Neighbours with alike shares of the same meshes are one row."""
     names = config.hosts.addresses or [f"host{i}" for i in range(config.hosts.number)]
     parts, rows, first = _parts(config, placed), list[tuple[str, str, str]](), 0
-    taken: list[set[int]] = [set() for _ in parts]
-    for share in (share for shares in placed.values() for share in shares):
-        taken[share.host] |= set(share.slots)
+    taken = Counter(host for host, _ in set[tuple[int, int]]().union(*map(slots_of, placed.values())))
     for host in range(1, len(parts) + 1):
         if host < len(parts) and _continues(parts[host - 1], parts[host]):
             continue
-        alike, used = host - first, f"{len(taken[first])} of {slots}"
+        alike, used = host - first, f"{taken[first]} of {slots}"
         if alike <= MOST_ROWS:
             rows += [(names[i], ", ".join(p.text() for p in parts[i]) or "nothing", used) for i in range(first, host)]
         else:
@@ -107,9 +106,9 @@ def after_loss(config: Config, placed: Placement, slots: int) -> str:
     one kind."""
     if not config.fault.max_restarts:
         return "the run ends, resumable: fault.max_restarts = 0"
-    kinds, outcomes = dict[tuple[tuple[str, int], ...], int](), dict[str, list[str]]()
-    for host in range(config.hosts.number):
-        if kind := _kind(placed, host):
+    kinds, outcomes = dict[tuple[tuple[str, int, str], ...], int](), dict[str, list[str]]()
+    for host, parts in enumerate(_parts(config, placed)):
+        if kind := tuple(part.kind for part in parts if part.role != "environment"):
             kinds.setdefault(kind, host)
     for host in kinds.values():
         name = config.hosts.addresses[host] if config.hosts.addresses else f"host{host}"
@@ -118,15 +117,6 @@ def after_loss(config: Config, placed: Placement, slots: int) -> str:
         return ROOM
     named = {", ".join(hosts[:NAMED]) + " ..." * (len(hosts) > NAMED): outcome for outcome, hosts in outcomes.items()}
     return "; ".join(f"without {hosts}: {outcome}" for hosts, outcome in named.items())
-
-
-def _kind(placed: Placement, host: int) -> tuple[tuple[str, int], ...]:
-    return tuple(
-        (mesh.rstrip("0123456789"), len(share.slots))
-        for mesh, shares in placed.items()
-        for share in shares
-        if share.host == host
-    )
 
 
 def _outcome(config: Config, placed: Placement, slots: int, lost: int) -> str:
