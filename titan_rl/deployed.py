@@ -51,13 +51,13 @@ class Chosen:
 
 def choose(target: Path, step: str | None, config_name: str | None, overrides: Sequence[tuple[str, str]]) -> Chosen:
     """Find the weights, and the config that evaluates or serves them."""
-    run, found = _run_of(target)
-    inside = run is not None and run != target.absolute() and not found
+    run, target_step = _run_of(target)
+    inside = run is not None and run != target.absolute() and not target_step
     if not target.is_dir() or (inside and hf_folder(target) is None):
         raise Refused(f"expected the {TARGET}, found none of them at {target}")
-    if found and step not in (None, found):
-        raise Refused(f"--step: expected none, or {found}, with the checkpoint {target}, found {step}")
-    step = step or found or None
+    if target_step and step not in (None, target_step):
+        raise Refused(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
+    step = step or target_step or None
     if run is not None and not config_name:
         config_name = str(run / "config.toml")
     if not config_name:
@@ -85,8 +85,8 @@ def hf_folder(path: Path) -> Path | None:
     if path.name == "best" and not (path / "config.json").is_file():
         from titan_rl.train.best_weights import kept_in
 
-        kept = kept_in(path)
-        return kept[0].folder if kept else None
+        best = kept_in(path)
+        return best[0].folder if best else None
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None
 
 
@@ -242,7 +242,7 @@ def named_refusals(prog: str) -> Iterator[None]:
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return (section.key, text) of the flags --section.key=VALUE or --section.key VALUE."""
-    found, rest = [], list(words)
+    overrides, rest = [], list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or "." not in flag:
@@ -251,5 +251,5 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
             if not rest:
                 raise Refused(f"{flag}: expected a value, found none")
             value = rest.pop(0)
-        found.append((flag.removeprefix("--"), value))
-    return found
+        overrides.append((flag.removeprefix("--"), value))
+    return overrides

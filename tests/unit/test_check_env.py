@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said_once_each(text: TextTokenizer) -> None:
         "capacity   2 processes x 128 rollouts; a run has up to 256 in flight; its server takes 3 of them",
         "repeats    no: the first rollout, played again, was another: after a lost process its turns are sampled again",
         "wrong: 2 of 4 rollouts failed: ValueError: no (a.py:3)",
-        "wrong: environment.concurrency: its server takes 3 sessions, and 4 rollouts were played",
+        "wrong: environment.concurrency: its server takes 3 sessions, 4 rollouts were played",
         "wrong: model.hf_assets_path: 4 of 8 tokens that are read stand for characters without a token",
         "wrong: 1 of 4 rollouts began branches: earlier text was changed, and is read again",
     ]

@@ -99,17 +99,17 @@ class SkyRLText:
         self._environment = environment
 
     def reset(self, messages: Sequence[Message], prompt: str) -> Any:
-        given = list(messages) or [{"role": "user", "content": prompt}]
-        found, _ = self._environment.init([dict(message) for message in given])
-        kept = len(given)
-        return list(found[kept:]) if list(found[:kept]) == given else Conversation(found)
+        conversation = list(messages) or [{"role": "user", "content": prompt}]
+        replaced, _ = self._environment.init([dict(message) for message in conversation])
+        length = len(conversation)
+        return list(replaced[length:]) if list(replaced[:length]) == conversation else Conversation(replaced)
 
     def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-        found = self._environment.step(reply.text)
-        info, done = numbers(found.get("metadata")), bool(found["done"])
+        result = self._environment.step(reply.text)
+        info, done = numbers(result.get("metadata")), bool(result["done"])
         if done and hasattr(self._environment, "get_metrics"):
             info |= numbers(self._environment.get_metrics())
-        return list(found.get("observations") or ()), found["reward"], done, info
+        return list(result.get("observations") or ()), result["reward"], done, info
 
     def close(self) -> None:
         self._environment.close()
@@ -124,20 +124,20 @@ class TinkerMessages:
         self._said: list[Message] = []
 
     async def reset(self) -> Conversation:
-        found = await call_user(self._environment.initial_observation)
-        if not (isinstance(found, list) and all(isinstance(message, dict) for message in found)):
-            what = f"found {type(found).__name__}: its tokens are of another tokenizer"
+        observation = await call_user(self._environment.initial_observation)
+        if not (isinstance(observation, list) and all(isinstance(message, dict) for message in observation)):
+            what = f"found {type(observation).__name__}: its tokens are of another tokenizer"
             raise TypeError(f"initial_observation: expected a list of messages (MessageEnv), {what}")
-        self._said = list(found)
-        return Conversation(found)
+        self._said = list(observation)
+        return Conversation(observation)
 
     async def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         message = dict(reply.message)
-        found = await call_user(self._environment.step, message)
-        said, whole = [*self._said, message], list(found.next_messages)
+        result = await call_user(self._environment.step, message)
+        before, whole = [*self._said, message], list(result.next_messages)
         self._said = whole
-        news = whole[len(said) :] if whole[: len(said)] == said else Conversation(whole)
-        return [] if found.episode_done else news, found.reward, bool(found.episode_done), numbers(found.metrics)
+        news = whole[len(before) :] if whole[: len(before)] == before else Conversation(whole)
+        return [] if result.episode_done else news, result.reward, bool(result.episode_done), numbers(result.metrics)
 
     async def close(self) -> None:
         for name in ("close", "cleanup"):
@@ -171,8 +171,8 @@ def gymnasium(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     first = package.make(id, **args)
     drawn = "ansi" in first.metadata.get("render_modes", ()) and "render_mode" not in args
     first.close()
-    given = {"render_mode": "ansi", **args} if drawn else args
-    return lambda: package.make(id, **given)
+    options = {"render_mode": "ansi", **args} if drawn else args
+    return lambda: package.make(id, **options)
 
 
 def textarena(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
@@ -213,10 +213,10 @@ def action_of(text: str, space: Any) -> Any:
     if space is None or kind == "Text":
         return text
     if kind == "Discrete":
-        found = re.findall(r"-?\d+", text)
+        integers = re.findall(r"-?\d+", text)
         start, n = int(getattr(space, "start", 0)), int(space.n)
-        if found and len(found[-1]) < 19 and start <= int(found[-1]) < start + n:
-            return int(found[-1])
+        if integers and len(integers[-1]) < 19 and start <= int(integers[-1]) < start + n:
+            return int(integers[-1])
         raise ValueError(f"expected an action from {start} to {start + n - 1}")
     try:
         value: Any = json.loads(text)
@@ -233,8 +233,8 @@ def numbers(info: Any) -> dict[str, Any]:
     """Return the finite numbers of a mapping, and "rewards", its components."""
     if not isinstance(info, Mapping):
         return {}
-    found = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
-    return {**found, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
+    finite = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
+    return {**finite, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
 
 
 def _number(value: Any) -> float | None:

@@ -54,7 +54,7 @@ class Wish(NamedTuple):
     logprobs: bool = False
 
 
-class Said(NamedTuple):
+class ServedTurn(NamedTuple):
     """An answered request."""
 
     context: list[int]
@@ -75,7 +75,7 @@ class AgentSession:
         self.refused: Status | None = None  # the limit that the last request ran into
         self.messages: Sequence[Message] = ()  # the latest conversation
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> Said:
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> ServedTurn:
         """Answer a conversation."""
         chat = self._renderer.chat
         if chat is None:
@@ -90,17 +90,17 @@ class AgentSession:
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", f"{type(error).__name__}: {error}") from error
         if after == PROMPT:
             node, depth = self._tree.root, 0
-        said = await self._sample(after, kept, new, wish)
-        sampled = said.sampled
+        served = await self._sample(after, kept, new, wish)
+        sampled = served.sampled
         try:
             message = chat.parse(sampled.tokens, tools or None, f"call_{sampled.turn}")
         except MalformedCall as malformed:
             message = malformed.message
         self._tree.grow(node, keys[depth:], key_of(message), sampled.turn, sampled.tokens)
         self.messages = [*messages, message]
-        return said._replace(message=message)
+        return served._replace(message=message)
 
-    async def complete(self, prompt: str, wish: Wish) -> Said:
+    async def complete(self, prompt: str, wish: Wish) -> ServedTurn:
         """Continue a text. It may begin with an earlier text and its completion."""
         earlier = [(text, turn) for text, turn in self._texts if prompt.startswith(text)]
         known, after = max(earlier, key=lambda each: len(each[0]), default=("", None))
@@ -108,11 +108,11 @@ class AgentSession:
         new = tokenizer.encode_outside(prompt[len(known) :])
         if after is None:
             new = [*tokenizer.opening, *new]
-        said = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
-        self._texts.append((prompt + said.text, said.sampled.turn))
-        return said
+        served = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
+        self._texts.append((prompt + served.text, served.sampled.turn))
+        return served
 
-    async def generate(self, tokens: Sequence[int], wish: Wish) -> Said:
+    async def generate(self, tokens: Sequence[int], wish: Wish) -> ServedTurn:
         """Continue tokens."""
         size = self.tokenizer.size
         if not all(type(token) is int and 0 <= token < size for token in tokens):
@@ -146,7 +146,7 @@ class AgentSession:
         kept = common_length(self._prompt.tokens, whole)
         return PROMPT, kept, whole[kept:]
 
-    async def _sample(self, after: int, kept: int | None, new: list[int], wish: Wish) -> Said:
+    async def _sample(self, after: int, kept: int | None, new: list[int], wish: Wish) -> ServedTurn:
         """Sample after the first `kept` tokens up to the turn `after` and the new ones. None: all of that turn's."""
         kept = self._contexts.length(after) if kept is None else kept
         read = len(new) if after != PROMPT else 0
@@ -172,7 +172,7 @@ class AgentSession:
         self.refused = None
         ended = bool(sampled.tokens) and sampled.tokens[-1] in self._renderer.ends
         text = self.tokenizer.decode(sampled.tokens[:-1] if ended else sampled.tokens)
-        return Said(context, sampled, text, {})
+        return ServedTurn(context, sampled, text, {})
 
     def _most(self, length: int, read: int, wished: int | None) -> int | None:
         """Return how many tokens may be sampled; None: the configured number."""
@@ -183,10 +183,10 @@ class AgentSession:
             raise self._over("max_turns", f"the limit of environment.max_turns = {limits.max_turns} is reached")
         if not limits.max_tokens:
             return wished
-        left = limits.max_tokens - self._spent - read
-        if left <= 0:
+        room = limits.max_tokens - self._spent - read
+        if room <= 0:
             raise self._over("max_tokens", f"the limit of environment.max_tokens = {limits.max_tokens} is reached")
-        return left if wished is None else min(left, wished)
+        return room if wished is None else min(room, wished)
 
     def _over(self, status: Status, message: str) -> Refused:
         self.refused = status

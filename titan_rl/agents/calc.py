@@ -73,8 +73,8 @@ class Calc:
             if not (star and a.isdecimal() and b.isdecimal()):
                 return Step(MALFORMED, info=counts | {"malformed": 1})
             try:
-                found = await self._calculator.result(ToolCall("multiply", {"a": int(a), "b": int(b)}))
+                result = await self._calculator.result(ToolCall("multiply", {"a": int(a), "b": int(b)}))
             except ToolFailed:
                 return Step(MALFORMED, info=counts | {"malformed": 1})
-            return Step(f"{found}=", info=counts)
+            return Step(f"{result}=", info=counts)
         return Step(reward=float(reply.finish == "stop" and reply.text == self._answer), done=True)

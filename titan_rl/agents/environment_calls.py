@@ -56,23 +56,23 @@ async def make_environment(
     row = offered["row"]
     columns = {p.name: row[p.name] for p in parameters_of(make) if p.default is p.empty and p.name in row}
     known = {"reward_spec": {"method": "rule", "ground_truth": offered["answer"]}, "extra_info": {}}
-    given = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
-    return adapted(await call_user(make, **keywords_of(make, given, name)))
+    keywords = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
+    return adapted(await call_user(make, **keywords_of(make, keywords, name)))
 
 
 async def reset_environment(environment: Any, name: str, offered: Mapping[str, Any]) -> Any:
     """Return the first observation. `reset` may also take columns of the row by name. The text of a set of tools is
     appended to the user's message, as TRL does."""
-    given = keywords_of(environment.reset, {**offered["row"], **offered}, f"{name}.reset", spread="row")
-    found = await call_user(environment.reset, **given)
-    if hasattr(environment, "step") or not isinstance(found, str) or not found:
-        return found
+    keywords = keywords_of(environment.reset, {**offered["row"], **offered}, f"{name}.reset", spread="row")
+    observation = await call_user(environment.reset, **keywords)
+    if hasattr(environment, "step") or not isinstance(observation, str) or not observation:
+        return observation
     if not offered["messages"]:
-        return found
+        return observation
     *before, last = offered["messages"]
     if last.get("role") != "user" or not isinstance(last.get("content"), str):
-        return found
-    return Conversation([*before, {**last, "content": last["content"] + found}])
+        return observation
+    return Conversation([*before, {**last, "content": last["content"] + observation}])
 
 
 def tools_of(environment: Any) -> list[Tool]:

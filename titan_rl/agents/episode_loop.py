@@ -159,9 +159,9 @@ class EpisodeLoop:
         async def taken() -> Recorded:  # on the loop that records them
             return self._spans.take()
 
-        asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(taken(), self._loop))
+        taking = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(taken(), self._loop))
         with suppress(TimeoutError):
-            return await asyncio.wait_for(asked, SPANS_SECONDS)
+            return await asyncio.wait_for(taking, SPANS_SECONDS)
         return Recorded([])
 
     def look(self) -> Blocked | None:
@@ -171,14 +171,14 @@ class EpisodeLoop:
             report, dead = self._external.report, self._external.dead
             if dead or report.blocked >= self._limits.turn_seconds:
                 return Blocked(report.of, report.blocked, report.place, dead)
-        asked, now = self._asked_at, time.monotonic()
-        if asked is None:
+        queued_at, now = self._asked_at, time.monotonic()
+        if queued_at is None:
             self._asked_at = now
             self._soon(self._beat)
-        elif now - asked >= self._limits.turn_seconds:
+        elif now - queued_at >= self._limits.turn_seconds:
             task = asyncio.current_task(self._loop)
             id = int(task.get_name()) if task is not None and task.get_name().isdecimal() else None
-            return Blocked(id, now - asked, thread_place(self._thread.ident or 0))
+            return Blocked(id, now - queued_at, thread_place(self._thread.ident or 0))
         return None
 
     def close(self, seconds: float = 0.0) -> None:
@@ -230,8 +230,8 @@ class EpisodeLoop:
             await self._endpoint.close()
         if self._external is not None:
             await self._external.close()
-            if left := [task for task in rollouts if not task.done()]:  # they waited for environment.python
-                await asyncio.wait(left, timeout=GRACE_SECONDS)
+            if pending := [task for task in rollouts if not task.done()]:  # they waited for environment.python
+                await asyncio.wait(pending, timeout=GRACE_SECONDS)
         self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:

@@ -103,10 +103,10 @@ def messages_from(observation: Observation, role: str = "user") -> list[Message]
         return []
     if isinstance(observation, str):
         return [{"role": role, "content": observation}]
-    found = [observation] if isinstance(observation, Mapping) else list(observation)
-    if bad := [each for each in found if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
+    messages = [observation] if isinstance(observation, Mapping) else list(observation)
+    if bad := [each for each in messages if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
         raise TypeError(f'observation: expected text or messages with a "role", found {shortened(bad[0])}')
-    return [dict(each) for each in found]
+    return [dict(each) for each in messages]
 
 
 def text_of(observation: Observation) -> str:

@@ -82,9 +82,9 @@ class Program:
 
     async def _make(self, request: dict[str, Any]) -> list[str]:
         """Make an environment; return which methods it has."""
-        found = await make_environment(self._maker, self._name, request["offered"], self._args)
-        self._environments[request["of"]] = found
-        return [name for name in ("step", "get_reward") if hasattr(found, name)]
+        environment = await make_environment(self._maker, self._name, request["offered"], self._args)
+        self._environments[request["of"]] = environment
+        return [name for name in ("step", "get_reward") if hasattr(environment, name)]
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         environment = self._environments[request["of"]]
@@ -96,9 +96,9 @@ class Program:
 
     async def _step(self, request: dict[str, Any]) -> dict[str, Any]:
         reply = SimpleNamespace(**request["reply"])
-        found = await call_user(self._environments[request["of"]].step, reply)
-        whole = isinstance(found, tuple) and bool(found) and isinstance(found[0], Conversation)
-        return {"found": found, "whole": whole}
+        result = await call_user(self._environments[request["of"]].step, reply)
+        whole = isinstance(result, tuple) and bool(result) and isinstance(result[0], Conversation)
+        return {"found": result, "whole": whole}
 
     async def _tool(self, request: dict[str, Any]) -> Any:
         return await call_user(self._tools[request["of"]][request["name"]], **request["arguments"])

@@ -94,10 +94,10 @@ class ExternalPython:
             await self.close()
             raise
         if "ready" not in first:
-            said, kind = first.get("failed") or await self._end(), first.get("kind", "")
+            why, kind = first.get("failed") or await self._end(), first.get("kind", "")
             await self.close()
             raise ValueError(
-                said if said.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {said}"
+                why if why.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {why}"
             )
         self.version = first["ready"]
         self._reader = asyncio.create_task(self._read())
@@ -112,8 +112,8 @@ class ExternalPython:
         self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any
     ) -> "ExternalEnvironment":
         """Make the environment of a rollout."""
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        offered, of = {**given, "task_seed": task_seed, "messages": messages}, _rollout()
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+        offered, of = {**keywords, "task_seed": task_seed, "messages": messages}, _rollout()
         return ExternalEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
     async def run(self, **offered: Any) -> Any:
@@ -213,10 +213,10 @@ class ExternalEnvironment:
             self.get_reward = partial(ask, "get_reward")
 
     async def reset(self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any) -> Any:
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        found = await self._ask("reset", offered={**given, "task_seed": task_seed, "messages": messages})
-        self.tools = [ExternalTool(self._ask, schema) for schema in found["tools"]]
-        return Conversation(found["observation"]) if found["whole"] else found["observation"]
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+        reply = await self._ask("reset", offered={**keywords, "task_seed": task_seed, "messages": messages})
+        self.tools = [ExternalTool(self._ask, schema) for schema in reply["tools"]]
+        return Conversation(reply["observation"]) if reply["whole"] else reply["observation"]
 
     async def close(self) -> None:
         await self._ask("close")
@@ -224,8 +224,8 @@ class ExternalEnvironment:
     async def _step(self, reply: Any) -> Any:
         fields = {"text": reply.text, "tokens": list(reply.tokens), "finish": reply.finish, "problem": reply.problem}
         answer = await self._ask("step", reply={**fields, "calls": [], "message": reply.message})
-        found = tuple(answer["found"]) if isinstance(answer["found"], list) else answer["found"]
-        return (Conversation(found[0]), *found[1:]) if answer["whole"] else found
+        result = tuple(answer["found"]) if isinstance(answer["found"], list) else answer["found"]
+        return (Conversation(result[0]), *result[1:]) if answer["whole"] else result
 
 
 class ExternalTool:
@@ -241,13 +241,13 @@ class ExternalTool:
 
 def python_in(path: str) -> Path:
     """Return the Python of a virtual environment's folder, or the Python itself. Raise ValueError if there is none."""
-    given = Path(path).expanduser().absolute()
-    found = given / "bin" / "python" if given.is_dir() else given
-    if not (found.is_file() and os.access(found, os.X_OK)):
+    absolute = Path(path).expanduser().absolute()
+    python = absolute / "bin" / "python" if absolute.is_dir() else absolute
+    if not (python.is_file() and os.access(python, os.X_OK)):
         raise ValueError(
             f"environment.python: expected a Python or the folder of a virtual environment, found {path!r}"
         )
-    return found
+    return python
 
 
 def users_path() -> list[str]:

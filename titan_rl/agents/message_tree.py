@@ -47,13 +47,13 @@ class MessageTree:
     def grow(self, node: Node, keys: Sequence[str], reply: str, turn: int, tokens: Sequence[int]) -> None:
         """Add a reply that was sampled after a node and the messages `keys`. The same tokens find their node again."""
         for key in keys:
-            found = node.children.setdefault(key, [])
-            if not found:
-                found.append(Node())
-            node = found[-1]
-        alike = node.children.setdefault(reply, [])
-        if not any(each.turn is not None and list(each.tokens) == list(tokens) for each in alike):
-            alike.append(Node(turn, tokens))
+            nodes = node.children.setdefault(key, [])
+            if not nodes:
+                nodes.append(Node())
+            node = nodes[-1]
+        siblings = node.children.setdefault(reply, [])
+        if not any(each.turn is not None and list(each.tokens) == list(tokens) for each in siblings):
+            siblings.append(Node(turn, tokens))
 
 
 def key_of(message: Message) -> str:
@@ -78,11 +78,11 @@ def readable(messages: object) -> list[Message]:
 def _readable(message: object, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadMessage(f'{where}: expected an object with a "role", found {shortened(message)}')
-    found = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
-    found["content"] = _text(message.get("content"), where)
+    fields = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
+    fields["content"] = _text(message.get("content"), where)
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
-    return found
+        fields["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return fields
 
 
 def _text(content: object, where: str) -> str:

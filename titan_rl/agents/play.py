@@ -156,16 +156,16 @@ async def roll_out(function: Callable[..., Any], name: str, policy: Policy, prom
     offered = {"policy": policy, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
     status: Status = "completed"
     try:
-        found = await call_user(function, **keywords_of(function, offered, name))
+        result = await call_user(function, **keywords_of(function, offered, name))
     except EpisodeOver as over:
-        found, status = 0.0, over.status
-    return found if isinstance(found, Outcome) else scored(found, status, policy.turns, policy.messages, name)
+        result, status = 0.0, over.status
+    return result if isinstance(result, Outcome) else scored(result, status, policy.turns, policy.messages, name)
 
 
-def scored(found: object, status: Status, turns: int, messages: Sequence[Message], name: str) -> Outcome:
+def scored(result: object, status: Status, turns: int, messages: Sequence[Message], name: str) -> Outcome:
     """Return the outcome that a function means by a reward, {"reward": reward, **info}, or None."""
     score = Score(judged=True)
-    info = found if isinstance(found, Mapping) else {"reward": found}
+    info = result if isinstance(result, Mapping) else {"reward": result}
     if info.get("reward") is not None:
         score.final(finite(info["reward"], name), {key: value for key, value in info.items() if key != "reward"})
     return score.outcome(status, turns, messages)
@@ -183,6 +183,6 @@ async def _answer(environment: Any, tools: Toolbox, reply: Reply, name: str) -> 
         return Step([{"role": "user", "content": f"error: {reply.problem}"}], reward)
     if reply.calls and tools:
         answers = [(call, await tools.call(call)) for call in reply.calls]
-        named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": found} for c, found in answers]
+        named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c, text in answers]
         return Step(named, reward)
     return as_step(await call_user(environment.step, reply), name) if stepped else Step(reward=None, done=True)

@@ -28,9 +28,9 @@ class RandomPolicy:
     def _completion(self, request: Request, seed: int) -> Completion:
         draws, most = np.random.Generator(np.random.PCG64(seed)), request.sampling.max_new_tokens
         read = self._tokenizer.decode(request.tokens, skip_special=False)
-        said = [*self._said(read, draws), self._tokenizer.eos]
-        tokens = said[:most]
-        finish = "stop" if len(said) <= most else "length"
+        sampled = [*self._said(read, draws), self._tokenizer.eos]
+        tokens = sampled[:most]
+        finish = "stop" if len(sampled) <= most else "length"
         return Completion(tokens, [-float(np.log(self._tokenizer.size))] * len(tokens), [0] * len(tokens), finish)
 
     def _said(self, read: str, draws: np.random.Generator) -> list[int]:
@@ -50,24 +50,26 @@ class RandomPolicy:
         kinds = (tool.get("parameters") or {}).get("properties") or {}
         arguments = {name: EXAMPLES.get(kind.get("type", ""), "a") for name, kind in kinds.items()}
         call = {"id": "call_0", "type": "function", "function": {"name": tool["name"], "arguments": arguments}}
-        chat, asked = self._tokenizer.chat, [{"role": "user", "content": "a"}]
-        said = chat.outside.encode(
-            chat.render([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], opened=False)
+        chat, question = self._tokenizer.chat, [{"role": "user", "content": "a"}]
+        tokens = chat.outside.encode(
+            chat.render([*question, {"role": "assistant", "content": "", "tool_calls": [call]}], opened=False)
         )
-        before = chat.prompt(asked)
-        written = said[next((i for i, (a, b) in enumerate(zip(before, said, strict=False)) if a != b), len(before)) :]
+        before = chat.prompt(question)
+        written = tokens[
+            next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before)) :
+        ]
         ends = [i for i, token in enumerate(written) if token in chat.eos_ids]
         return written[: ends[0]] if ends else written
 
 
 def tools_in(text: str) -> list[dict[str, Any]]:
     """Return the functions whose schemas a prompt shows as JSON."""
-    decoder, found = json.JSONDecoder(), []
+    decoder, tools = json.JSONDecoder(), []
     for at in re.finditer(r'\{"type": ?"function"', text):
         try:
             tool = decoder.raw_decode(text, at.start())[0]["function"]
         except (ValueError, KeyError, TypeError):
             continue
         if isinstance(tool, dict) and isinstance(tool.get("name"), str):
-            found.append(tool)
-    return found
+            tools.append(tool)
+    return tools

@@ -75,12 +75,12 @@ class Toolbox:
             if problems := list(check_arguments(self._parameters[name], call.arguments)):
                 raise ToolFailed(f"{name}: {'; '.join(problems)}")
             try:
-                found = await call_user(self._tools[name], **call.arguments)
+                result = await call_user(self._tools[name], **call.arguments)
             except SandboxRefused:
                 raise  # no fault of the policy
             except Exception as error:
                 raise ToolFailed(f"{name}: {type(error).__name__}: {error}") from error
-            return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except ToolFailed:
             self._counts[f"tools/{name}/failures"] += 1
             raise

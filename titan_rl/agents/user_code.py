@@ -76,10 +76,10 @@ async def call_user(function: Callable[..., Any], *arguments: Any, **keywords: A
     """Call the user's function, and await its result if that can be awaited. A plain function runs on a thread."""
     pool = threads.get()
     if pool is None or asynchronous(function) or _trivial(function):
-        found = function(*arguments, **keywords)
+        result = function(*arguments, **keywords)
     else:
-        found = await pool.run(lambda: function(*arguments, **keywords))
-    return await found if inspect.isawaitable(found) else found
+        result = await pool.run(lambda: function(*arguments, **keywords))
+    return await result if inspect.isawaitable(result) else result
 
 
 def _trivial(function: Callable[..., Any]) -> bool:
@@ -107,15 +107,15 @@ def keywords_of(
 ) -> dict[str, Any]:
     """Return the offered arguments that a function takes by keyword. One with **keywords takes all of them, or the
     entries of the mapping `spread`. Raise TypeError if it requires any other."""
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for p in parameters_of(function):
         if p.kind is p.VAR_KEYWORD:
-            given |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in given}
+            keywords |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in keywords}
         elif p.kind is not p.VAR_POSITIONAL and p.name in offered and p.kind is not p.POSITIONAL_ONLY:
-            given[p.name] = offered[p.name]
+            keywords[p.name] = offered[p.name]
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TypeError(f"{name}: expected to require no arguments but {', '.join(offered)}, found {p}")
-    return given
+    return keywords
 
 
 def load(name: str, key: str) -> Any:
@@ -124,16 +124,16 @@ def load(name: str, key: str) -> Any:
     if not (module and colon and attribute) or module.startswith("."):
         raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
     try:
-        found: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            loaded = getattr(loaded, part)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
     except SystemExit as error:
         raise ValueError(f"{key}: expected {name!r} to import, found {error!r}") from error
-    if not callable(found):
-        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(found).__name__}")
-    return found
+    if not callable(loaded):
+        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(loaded).__name__}")
+    return loaded
 
 
 def shortened(value: object) -> str:

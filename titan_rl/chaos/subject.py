@@ -180,7 +180,7 @@ class ChaosRun:
 
     def processes(self) -> dict[int, str]:
         """Return the run's live processes, each with the name of the rank that it is or belongs to."""
-        found, forked = (
+        live, forked = (
             dict[int, str](),
             {pid: rank for rank, pid in self.ranks.items()},
         )  # forks look like their parent
@@ -188,8 +188,8 @@ class ChaosRun:
             with suppress(psutil.Error):  # it just ended, or belongs to another user
                 environment, rank = process.environ(), forked.get(process.pid, "")
                 if (rank or environment.get(failpoints.FOLDER) == str(self.orders)) and process.status() not in ENDED:
-                    found[process.pid] = rank or environment.get("TITAN_RL_PROC", "the controller")
-        return found
+                    live[process.pid] = rank or environment.get("TITAN_RL_PROC", "the controller")
+        return live
 
     def end(self) -> dict[int, str]:
         """Kill the rest of the run, and return the processes that outlived its controller by END_SECONDS."""
@@ -201,9 +201,9 @@ class ChaosRun:
         if self.killed:
             for folder in self.socket_folders():
                 shutil.rmtree(folder, ignore_errors=True)
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while (outlived := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in left:
+        for pid in outlived:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return left
+        return outlived

@@ -173,9 +173,9 @@ def attempt(probe: Callable[[], object]) -> str:
 
 def gather_cpu(host: dict[str, Any]) -> Cpu:
     flags = re.search(r"^(?:flags|Features)\s*: (.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
-    kept = tuple(sorted({flag for flag in flags[1].split() if flag.startswith(("avx", "amx"))})) if flags else ()
+    named = tuple(sorted({flag for flag in flags[1].split() if flag.startswith(("avx", "amx"))})) if flags else ()
     usable = len(os.sched_getaffinity(0))
-    return Cpu(host["cpu"], platform.machine(), host["cores"] or usable, usable, cpu_quota(), kept)
+    return Cpu(host["cpu"], platform.machine(), host["cores"] or usable, usable, cpu_quota(), named)
 
 
 def cgroup_file(controller: str, v1: str, v2: str) -> str:
@@ -185,8 +185,8 @@ def cgroup_file(controller: str, v1: str, v2: str) -> str:
     mount = Path("/sys/fs/cgroup")
     for folder, group, name in ((mount / controller, own.get(controller, ""), v1), (mount, own.get("", ""), v2)):
         for path in (folder / group / name, folder / name):
-            if found := text_of(path).strip():
-                return found
+            if text := text_of(path).strip():
+                return text
     return ""
 
 
@@ -273,12 +273,12 @@ def probe_child() -> tuple[str, str]:
         assert child.stdin
         assert child.stdout
         fd, address = [*child.stdout.readline().split(), "", ""][:2]
-        found = (
+        errors = (
             attempt(lambda: read_memory(child.pid, int(address))),
             attempt(lambda: os.close(os.open(f"/proc/{child.pid}/fd/{int(fd)}", os.O_RDWR))),
         )
         child.stdin.close()
-    return found
+    return errors
 
 
 def read_memory(pid: int, address: int) -> None:

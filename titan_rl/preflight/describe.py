@@ -117,8 +117,8 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
     if name in ("trainer", "critic") and config.fault.snapshot_interval:
-        kept = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
-        holds += f"; snapshots {size(kept)} of host memory"
+        snapshot = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
+        holds += f"; snapshots {size(snapshot)} of host memory"
     compute = training.mixed_precision_param
     dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
     return MeshRow(name, p.world_size, layout(p), device(setup), dtype, holds)

@@ -96,12 +96,12 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
     heldout = problems(task.heldout)
 
     def problems_of(chosen: EvalSet) -> Problems:
-        found = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
+        base = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
         own = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
         return replace(
-            found,
-            prompts=found.prompts[: chosen.size or None],
-            judge=judges.judge(own) if chosen.reward else found.judge,
+            base,
+            prompts=base.prompts[: chosen.size or None],
+            judge=judges.judge(own) if chosen.reward else base.judge,
             name=chosen.name,
             samples=chosen.samples,
             temperature=chosen.temperature,
@@ -165,8 +165,8 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     if config.task.on_unfit_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
-        kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
-        task = replace(task, heldout=kept, unfit=frozenset(train))
+        fit = [example for i, example in enumerate(task.heldout) if i not in heldout]
+        task = replace(task, heldout=fit, unfit=frozenset(train))
     if isinstance(task.train, EndlessProblems):
         task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
     return task, notes

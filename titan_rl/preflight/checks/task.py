@@ -157,11 +157,11 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     if tokenizer is None:
         return
     try:
-        found = unfit_rows(config, task, tokenizer)
+        unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
         yield from error.problems
         return
-    for examples, unfit in zip((task.known, task.heldout), found, strict=True):
+    for examples, unfit in zip((task.known, task.heldout), unfit_by_part, strict=True):
         if unfit and config.task.on_unfit_rows == "refuse":
             drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
             yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
@@ -193,14 +193,14 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
 
 def rewards_of_sets(config: Config) -> list[str]:
     """Return the rewards of [eval.sets], whose tables may not be sound."""
-    found = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
-    return [name for name in found if isinstance(name, str) and name]
+    names = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
+    return [name for name in names if isinstance(name, str) and name]
 
 
 def rewards_of(task: TaskSection) -> list[tuple[str, str]]:
     """Return every reward that the task names, and the key that names it."""
-    found = [("rewards", name) for name in task.rewards] or [("reward", task.reward)]
-    return [*found, *((key, getattr(task, key)) for key in ("eval_reward", "grader") if getattr(task, key))]
+    rewards = [("rewards", name) for name in task.rewards] or [("reward", task.reward)]
+    return [*rewards, *((key, getattr(task, key)) for key in ("eval_reward", "grader") if getattr(task, key))]
 
 
 def _table(task: TaskSection) -> Iterator[str]:
@@ -288,8 +288,8 @@ def check_chat(config: Config) -> Iterator[str]:
     key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
     rendered = [(key, tokenizer)]
     for source in styled_sources(config):
-        given = template_text(source.chat_template)
-        own = replace(tokenizer.chat_settings, template=given, kwargs=source.chat_template_kwargs)
+        template = template_text(source.chat_template)
+        own = replace(tokenizer.chat_settings, template=template, kwargs=source.chat_template_kwargs)
         rendered.append((f"{source.section}.chat_template", with_chat(tokenizer, own)))
     for key, each in rendered:
         yield from (f"{key}: {found.check}: {found.detail}" for found in inspected(config, each) if found.refuses)
