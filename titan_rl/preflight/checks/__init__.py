@@ -6,7 +6,7 @@ toml.py checks each key by itself. Every problem is one line with the key to cha
 found.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
@@ -20,25 +20,23 @@ from titan_rl.wire.gpus import NO_GPUS, Gpus
 
 
 @refusing
-def checked_run(
-    argv: Sequence[str],
-    also: Callable[[Config], Iterable[str]] = lambda _: (),
-    only_warns: Callable[[Config, str], bool] = lambda *_: False,
-    *,
-    submits: bool = False,
-) -> Invocation:
-    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem. `also`
-    returns more problems of a config; a problem that `only_warns` is for another machine to find. A dry run that
-    `submits` the run leaves what --scale writes."""
-    run = load(argv, submits=submits)
-    config, gpus = run.config, run.gpus
-    found, here = [*run.problems, *config_problems(config, gpus)], host_problems(config, gpus=gpus)
-    warned = [text for text in (*found, *here) if only_warns(config, text)]
-    if run.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another machine
-        warned += [text for text in here if text not in warned]
-    if refused := [*also(config), *(text for text in (*found, *here) if text not in warned)]:
+def checked_run(argv: Sequence[str]) -> Invocation:
+    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem."""
+    run = load(argv)
+    refused, warned = judged(run)
+    if refused:
         refuse(run.given_name, refused)
-    return replace(run, warnings=(*warnings(config, gpus=gpus), *warned))
+    return replace(run, warnings=tuple(warned))
+
+
+def judged(run: Invocation) -> tuple[list[str], list[str]]:
+    """Return the problems of a run, and its warnings. A dry run only warns of this machine's problems: its plan may be
+    for another one."""
+    config, gpus = run.config, run.gpus
+    refused, here = [*run.problems, *config_problems(config, gpus)], host_problems(config, gpus=gpus)
+    if run.dry_run and gpus.here and config.hosts.device != "cpu":
+        return refused, [*warnings(config, gpus=gpus), *here]
+    return [*refused, *here], warnings(config, gpus=gpus)
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
