@@ -12,7 +12,7 @@ import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from titan_rl.deployed import Refused, drive, in_own_network, named_refusals, ov
 from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from titan_rl.preflight.plan import Setup
@@ -143,8 +144,7 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
 
     code = drive(work, terminal)
     if rehearsals:
-        console = open_console(sys.stdout)
-        show(console.print, setup, rehearsals[0])
+        show(open_console(sys.stdout), setup, rehearsals[0])
     return code
 
 
@@ -217,18 +217,18 @@ async def sessions(config: Config) -> int | None:
     return await sessions_open(url, in_flight(config))
 
 
-def show(tell: Callable[..., None], setup: "Setup", rehearsal: Rehearsal) -> None:
+def show(console: "Console", setup: "Setup", rehearsal: Rehearsal) -> None:
     from titan_rl.record.token_view import shown
 
     first = rehearsal.rollouts[0]
     for number, branch in enumerate(first.branches):
         turns = [(turn.context, turn.completion.tokens) for turn in branch.turns]
         title = "Rollout 0" + (f", branch {number}" if number else "")
-        tell(shown(title, setup.tokenizer, turns), soft_wrap=True)
-    tell("")
-    tell(table(rehearsal.rollouts))
+        console.print(shown(title, setup.tokenizer, turns), soft_wrap=True)
+    console.print("")
+    console.print(table(rehearsal.rollouts))
     for line in facts(setup, rehearsal):
-        tell(line, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def table(rollouts: Sequence["Rollout"]) -> "Table":

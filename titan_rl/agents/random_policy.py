@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.text.chat import common_length
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
@@ -28,12 +29,12 @@ class RandomPolicy:
     def _completion(self, request: Request, seed: int) -> Completion:
         draws, most = np.random.Generator(np.random.PCG64(seed)), request.sampling.max_new_tokens
         read = self._tokenizer.decode(request.tokens, skip_special=False)
-        sampled = [*self._said(read, draws), self._tokenizer.eos]
+        sampled = [*self._draw(read, draws), self._tokenizer.eos]
         tokens = sampled[:most]
         finish = "stop" if len(sampled) <= most else "length"
         return Completion(tokens, [-float(np.log(self._tokenizer.size))] * len(tokens), [0] * len(tokens), finish)
 
-    def _said(self, read: str, draws: np.random.Generator) -> list[int]:
+    def _draw(self, read: str, draws: np.random.Generator) -> list[int]:
         tools = tools_in(read) if self._chat else []
         match int(draws.integers(4 if tools else 3)):
             case 0:
@@ -55,9 +56,7 @@ class RandomPolicy:
             chat.render([*question, {"role": "assistant", "content": "", "tool_calls": [call]}], opened=False)
         )
         before = chat.prompt(question)
-        written = tokens[
-            next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before)) :
-        ]
+        written = tokens[common_length(before, tokens) :]
         ends = [i for i, token in enumerate(written) if token in chat.eos_ids]
         return written[: ends[0]] if ends else written
 

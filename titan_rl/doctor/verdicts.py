@@ -158,7 +158,7 @@ def check_sockets(facts: Facts) -> Iterator[Problem]:
     if sockets.abstract:
         yield error(
             f"abstract Unix sockets do not work: {sockets.abstract}",
-            "Monarch's processes talk through them: allow them in the sandbox or seccomp profile",
+            "Monarch's processes use them: allow them in the sandbox or seccomp profile",
         )
     disk = facts.disks["temporary"]
     if disk.error:

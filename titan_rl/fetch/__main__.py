@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from titan_rl.fetch.catalog import MODELS
-from titan_rl.fetch.models import PREFIX, FetchFailed, announce, convert_file, model_folder
+from titan_rl.fetch.models import PREFIX, FetchFailed, convert_file, model_folder
 from titan_rl.wire.program import enter
 
 
@@ -23,9 +23,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.to is None:
-            print(model_folder(options.name.removeprefix(PREFIX), "NAME", announce))
+            print(model_folder(options.name.removeprefix(PREFIX), "NAME"))
         else:
-            convert_file(Path(options.name), options.to, announce)
+            convert_file(Path(options.name), options.to)
             print(options.to)
     except FetchFailed as error:
         print(f"titan_rl: {error}", file=sys.stderr)

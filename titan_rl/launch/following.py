@@ -46,7 +46,7 @@ class Submitted(Protocol):
         ...
 
     def exit_code(self) -> tuple[int, str]:
-        """Return the exit code of an ended job, and what to say of it if the run itself has said nothing."""
+        """Return the exit code of an ended job, and a reason if the run itself has printed none."""
         ...
 
 

@@ -62,7 +62,7 @@ class SlurmJob:
         return new.decode(errors="replace")
 
     def exit_code(self) -> tuple[int, str]:
-        """Return the run's exit code. If the job ended without one, say how it ended."""
+        """Return the run's exit code. If the job ended without one, also return how."""
         try:
             return int((self.own / f"exit-{self.number}").read_text()), ""
         except (FileNotFoundError, ValueError):

@@ -101,7 +101,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
         before = load(folder / "config.toml")
         had = shape_of(before.model)
     except (ConfigError, OSError, ValueError):
-        return  # written by another version, or its model folder is gone: loading the checkpoint will tell
+        return  # written by another version, or its model folder is gone: loading the checkpoint finds out
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
     if not config.checkpoint.enable:
         yield problem(config, "checkpoint.enable", f"true, {hint}")
