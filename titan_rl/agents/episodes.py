@@ -97,12 +97,12 @@ def finite(value: Any, what: str) -> float:
     return number
 
 
-def messages_from(observation: Observation, role: str = "user") -> list[Message]:
-    """Return an observation as messages. Text becomes a message of `role`."""
+def messages_from(observation: Observation) -> list[Message]:
+    """Return an observation as messages. Text becomes a user's message."""
     if not observation:
         return []
     if isinstance(observation, str):
-        return [{"role": role, "content": observation}]
+        return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else list(observation)
     if bad := [each for each in messages if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
         raise TypeError(f'observation: expected text or messages with a "role", found {shortened(bad[0])}')
