@@ -31,14 +31,13 @@ def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
     config, shape, gpus = setup.resolved, setup.shape, setup.gpus
     if setup.device != "cuda" or not gpus.nbytes:
         return {}
-    most, sharded = gpus_of_hosts(config, gpus.count), dict[str, ShardedModel]()
     try:
         sharded = ask_titan(questions(config, shape))
-        problems = list(check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded))
-        problems += check_host_memory(config, shape, sharded, gpus.count)
     except CannotShard as error:
-        problems = [str(error)]
-    if problems:
+        refuse(setup.name, [str(error)])
+    most = gpus_of_hosts(config, gpus.count)
+    problems = [*check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded)]
+    if problems := [*problems, *check_host_memory(config, shape, sharded, gpus.count)]:
         refuse(setup.name, problems)
     return sharded
 
