@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from titan_rl.agents.contexts import Contexts, Line
-from titan_rl.agents.episode_news import Answer, Ask
+from titan_rl.agents.episode_news import Answer, Ask, Contexts, Line
 from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost, TurnNews
 from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
 

@@ -20,8 +20,8 @@ import aiohttp
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
 from titan_rl.agents.agent_session import AgentSession
-from titan_rl.agents.contexts import PROMPT, Contexts
 from titan_rl.agents.conversation import ChatText
+from titan_rl.agents.episode_news import PROMPT, Contexts
 from titan_rl.agents.episodes import Limits
 from titan_rl.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.agents.play import Sampled

@@ -91,8 +91,10 @@ def measured(way: Way, replicas: int, steps: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, socket_folder():
         prepare_environment(meshes=replicas)  # before Monarch is imported
         from bench.simulated_launch import Observed, simulated
-        from titan_rl.preflight.checks import checked_run
+        from titan_rl.preflight.checks import judged
+        from titan_rl.preflight.load import load
         from titan_rl.preflight.plan import prepare, settle
+        from titan_rl.preflight.refusal import refuse
         from titan_rl.record.run_lock import RunLock
         from titan_rl.record.terminal import Terminal
         from titan_rl.session import session
@@ -101,7 +103,9 @@ def measured(way: Way, replicas: int, steps: int) -> dict[str, list[float]]:
         observed, scratch = Observed(), Path(folder) / "scratch"
         scratch.mkdir()
         argv = ["--config", CONFIG, *(word for k, v in keys.items() for word in (f"--{k}", str(v)))]
-        invocation = checked_run(argv, only_warns=lambda _, problem: "this host" in problem)  # real ranks would not fit
+        invocation = load(argv)
+        if problems := [text for text in judged(invocation)[0] if "this host" not in text]:  # no real rank needs room
+            refuse(CONFIG, problems)
         with RunLock(Path(folder) / "run") as lock:
             setup = prepare(CONFIG, invocation.config, device="cpu", scratch=scratch)
             setup = settle(setup, lock)

@@ -31,7 +31,7 @@ from bench.step_ways import ENV, engines_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.fetch.models import announce, with_models
+from titan_rl.fetch.models import with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.tasks.procedural import Unfit, procedural
 from titan_rl.tasks.rewards import NUMBER
@@ -64,7 +64,7 @@ def main() -> None:
 def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[str, Any]:
     """Return the scores, seconds and peak memory of one run."""
     keys = {"debug.seed": str(seed)} | ({"training.steps": str(steps)} if steps else {})
-    config = with_models(load(find(CONFIG), list(keys.items())), announce)
+    config = with_models(load(find(CONFIG), list(keys.items())))
     load_before = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as folder:
         if way == OURS:

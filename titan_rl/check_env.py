@@ -1,7 +1,7 @@
 """`python -m titan_rl.check_env NAME`: play rollouts of an environment with a random policy, without a model.
 
-They are played as in a run: the same processes, limits, tokens and masks. The policy says, at random, tokens, words
-that it has read, numbers, and calls of the tools that it is offered. The same seed says the same.
+They are played as in a run: the same processes, limits, tokens and masks. The policy answers at random: with tokens,
+words of its context, numbers, and calls of the offered tools. The same seed gives the same rollouts.
 
 Exit codes: 0 played, 1 a rollout failed, 2 bad usage, 130 stopped.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from titan_rl.deployed import Refused, drive, in_own_network, named_refusals, ov
 from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from titan_rl.preflight.plan import Setup
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 PROG = "titan_rl.check_env"
 BASE = "calc_llama"
 ROW = '{"question": "begin. ", "answer": ""}\n'
-"""What a rollout begins with if no config says so."""
+"""The row of a rollout if the config has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What was played."""
+    """The rollouts that were played."""
 
     rollouts: Sequence["Rollout"]
-    seconds: float  # of all of them
+    seconds: float  # for all of them
     repeats: bool  # the first one, played again, is the same
     sessions: int | None  # that the environment's server takes at the same time; None: it has no server
 
@@ -59,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, what is "
-        "trained on, rewards, tools, turns, seconds, and how many sessions it takes at once.",
+        description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, which of "
+        "them are trained, rewards, tools, turns, seconds, and how many sessions it takes at once.",
         epilog="Any key of the config: --section.key VALUE, such as --environment.args '{is_slippery = false}' or "
         "--task.template chat. docs/environments.md has the names of environments of other packages.",
         allow_abbrev=False,
     )
-    names = 'as environment.name: "my_module:MyClass", "gymnasium:FrozenLake-v1"; default: that of the config'
+    names = 'as environment.name: "my_module:MyClass", "gymnasium:FrozenLake-v1"; default: as in the config'
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help=names)
     parser.add_argument("--agent", action="store_true", help="NAME is a task.agent, as it also is in verifiers:TASKSET")
     parser.add_argument("--config", metavar="NAME|FILE", help="config with the tokenizer, rows and limits")
@@ -97,21 +98,26 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
     """Return the config to play by. Raise Refused with everything that is wrong with it."""
     from titan_rl.agents.games import GAMES
 
-    given = dict(overrides)
+    overridden = dict(overrides)
     if not (options.name or options.config):
         raise Refused("NAME: expected an environment, or --config with one, found none")
     if options.name:
         agent = options.agent or options.name.startswith("verifiers:")
         keys = ("task.agent", "environment.name") if agent else ("environment.name", "task.agent")
-        given = {**dict(zip(keys, (options.name, ""), strict=True)), **given}
+        overridden = {**dict(zip(keys, (options.name, ""), strict=True)), **overridden}
     base = options.config or (f"{options.name}_llama" if options.name in GAMES else BASE)
     if not options.config and options.name not in GAMES:
-        given = {"task.name": "jsonl", "environment.max_turns": "8", "environment.max_tokens": "0", **given}
-        given = {"environment.lockstep": "false", "training.seq_len": "4096", "rollout.max_new_tokens": "32", **given}
+        overridden = {"task.name": "jsonl", "environment.max_turns": "8", "environment.max_tokens": "0", **overridden}
+        overridden = {
+            "environment.lockstep": "false",
+            "training.seq_len": "4096",
+            "rollout.max_new_tokens": "32",
+            **overridden,
+        }
         if options.name.startswith("openenv:"):
-            given = {"hosts.isolation": "off", **given}
+            overridden = {"hosts.isolation": "off", **overridden}
     try:
-        return config_file.load(config_file.find(base), list(given.items()))
+        return config_file.load(config_file.find(base), list(overridden.items()))
     except ConfigError as error:
         raise Refused("; ".join(error.problems)) from error
 
@@ -129,16 +135,15 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
     if problems := list(check_environment(config)):
         raise Refused("; ".join(problems))
     terminal, setup = Terminal(), setup_of(config, scratch)
-    found: list[Rehearsal] = []
+    rehearsals: list[Rehearsal] = []
 
     async def work() -> int:
-        found.append(await rehearse(setup, terminal, options.rollouts, scratch))
-        return FAILED if any(rollout.error for rollout in found[0].rollouts) else DONE
+        rehearsals.append(await rehearse(setup, terminal, options.rollouts, scratch))
+        return FAILED if any(rollout.error for rollout in rehearsals[0].rollouts) else DONE
 
     code = drive(work, terminal)
-    if found:
-        console = open_console(sys.stdout)
-        show(console.print, setup, found[0])
+    if rehearsals:
+        show(open_console(sys.stdout), setup, rehearsals[0])
     return code
 
 
@@ -162,7 +167,7 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
 
 
 async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Path) -> Rehearsal:
-    """Play rollouts as a run plays those of one step."""
+    """Play rollouts as one step of a run does."""
     from titan_rl.agents.random_policy import RandomPolicy
     from titan_rl.record.incidents import Incidents
     from titan_rl.rollout.player import Player
@@ -202,7 +207,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
 
 
 async def sessions(config: Config) -> int | None:
-    """Return how many sessions a server opens at the same time, at most as many as the config needs."""
+    """Return how many sessions a server opens at the same time, up to the number that the config needs."""
     from titan_rl.preflight.memory import in_flight
 
     prefix, _, url = config.environment.name.partition(":")
@@ -213,18 +218,18 @@ async def sessions(config: Config) -> int | None:
     return await sessions_open(url, in_flight(config))
 
 
-def show(tell: Callable[..., None], setup: "Setup", found: Rehearsal) -> None:
+def show(console: "Console", setup: "Setup", rehearsal: Rehearsal) -> None:
     from titan_rl.record.token_view import shown
 
-    first = found.rollouts[0]
+    first = rehearsal.rollouts[0]
     for number, branch in enumerate(first.branches):
         turns = [(turn.context, turn.completion.tokens) for turn in branch.turns]
         title = "Rollout 0" + (f", branch {number}" if number else "")
-        tell(shown(title, setup.tokenizer, turns), soft_wrap=True)
-    tell("")
-    tell(table(found.rollouts))
-    for line in facts(setup, found):
-        tell(line, soft_wrap=True)
+        console.print(shown(title, setup.tokenizer, turns), soft_wrap=True)
+    console.print("")
+    console.print(table(rehearsal.rollouts))
+    for line in facts(setup, rehearsal):
+        console.print(line, soft_wrap=True)
 
 
 def table(rollouts: Sequence["Rollout"]) -> "Table":
@@ -243,11 +248,11 @@ def table(rollouts: Sequence["Rollout"]) -> "Table":
     return table
 
 
-def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
-    """Yield what else was found, and what is wrong, one line each."""
+def facts(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
+    """Yield further facts and problems, one line each."""
     from titan_rl.preflight.memory import in_flight
 
-    config, rollouts = setup.config, found.rollouts
+    config, rollouts = setup.config, rehearsal.rollouts
     e, wanted = config.environment, in_flight(config)
     tools: Counter[str] = Counter()
     for rollout in rollouts:
@@ -257,42 +262,44 @@ def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
         used = [f"{name} {tools[f'{name}/calls']} calls, {tools[f'{name}/failures']} failed" for name in names]
         yield f"tools      {'; '.join(used)}"
     turns = sum(len(rollout.turns) for rollout in rollouts)
-    yield f"speed      {len(rollouts)} rollouts, {turns} turns in {found.seconds:.2f} s, in {e.processes} processes"
+    yield f"speed      {len(rollouts)} rollouts, {turns} turns in {rehearsal.seconds:.2f} s, in {e.processes} processes"
     own = f"{e.processes} processes x {e.concurrency} rollouts; a run has up to {wanted} in flight"
-    yield f"capacity   {own}" + (f"; its server takes {found.sessions} of them" if found.sessions is not None else "")
-    yield f"repeats    {'yes' if found.repeats else 'no'}: the first rollout, played again, " + (
-        "was the same" if found.repeats else "was another: after a lost process its turns are sampled again"
+    yield f"capacity   {own}" + (
+        f"; its server takes {rehearsal.sessions} of them" if rehearsal.sessions is not None else ""
+    )
+    yield f"repeats    {'yes' if rehearsal.repeats else 'no'}: the first rollout, played again, " + (
+        "was the same" if rehearsal.repeats else "was another: after a lost process its turns are sampled again"
     )
     if not any(rollout.valid or rollout.error for rollout in rollouts):
         judge = ", ".join(config.task.rewards) or config.task.reward
         yield f"reward     none from the environment: in a run, the task's reward ({judge}) judges the last turn"
-    lost, read = unknown(setup, found)
+    lost, read = unknown(setup, rehearsal)
     if lost and not config.model.hf_assets_path:
         yield (
             f"tokens     {lost} of {read} that are read stand for characters that the tokenizer of the examples lacks; "
-            "--model.hf_assets_path FOLDER takes that of your model"
+            "--model.hf_assets_path FOLDER takes your model's"
         )
-    yield from (f"wrong: {line}" for line in wrong(setup, found))
+    yield from (f"wrong: {line}" for line in wrong(setup, rehearsal))
 
 
-def unknown(setup: "Setup", found: Rehearsal) -> tuple[int, int]:
+def unknown(setup: "Setup", rehearsal: Rehearsal) -> tuple[int, int]:
     """Return how many tokens that are read stand for characters without a token, and how many are read."""
     unknown = setup.tokenizer.tokenizer.token_to_id("<unk>")
-    read = [token for rollout in found.rollouts for turn in rollout.turns for token in turn.context]
+    read = [token for rollout in rehearsal.rollouts for turn in rollout.turns for token in turn.context]
     return (0 if unknown is None else read.count(unknown)), len(read)
 
 
-def wrong(setup: "Setup", found: Rehearsal) -> Iterator[str]:
-    rollouts = found.rollouts
+def wrong(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
+    rollouts = rehearsal.rollouts
     for error, count in Counter(rollout.error for rollout in rollouts if rollout.error).items():
         yield f"{count} of {len(rollouts)} rollouts failed: {error}"
-    if found.sessions is not None and found.sessions < (wanted := min(len(rollouts), 1 << 16)):
-        yield f"environment.concurrency: its server takes {found.sessions} sessions, and {wanted} rollouts were played"
-    lost, read = unknown(setup, found)
+    if rehearsal.sessions is not None and rehearsal.sessions < (wanted := min(len(rollouts), 1 << 16)):
+        yield f"environment.concurrency: its server takes {rehearsal.sessions} sessions, {wanted} rollouts were played"
+    lost, read = unknown(setup, rehearsal)
     if lost and setup.config.model.hf_assets_path:
         yield f"model.hf_assets_path: {lost} of {read} tokens that are read stand for characters without a token"
     if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
-        yield f"{more} of {len(rollouts)} rollouts began branches: what was read before was changed, and is read again"
+        yield f"{more} of {len(rollouts)} rollouts began branches: earlier text was changed, and is read again"
 
 
 if __name__ == "__main__":

@@ -29,18 +29,18 @@ if TYPE_CHECKING:  # imported when this process has its own network
     from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
 
-NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
+NVIDIA = Path("/proc/driver/nvidia")  # exists if NVIDIA's driver is loaded
 STEP = re.compile(r"step-(\d+)(?:\.\d+)?")
 TARGET = "dump folder of a run (its newest weights), a checkpoint in it, or a Hugging Face folder"
 
 
 class Refused(Exception):
-    """Bad input: str() says what was expected, what was found, and what to change."""
+    """Bad input. The text names the expected value, the actual one, and the argument to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The weights to deploy, and the config of the run that they are of."""
+    """The weights to deploy, and their run's config."""
 
     config: Config
     name: str  # for people
@@ -51,13 +51,13 @@ class Chosen:
 
 def choose(target: Path, step: str | None, config_name: str | None, overrides: Sequence[tuple[str, str]]) -> Chosen:
     """Find the weights, and the config that evaluates or serves them."""
-    run, found = _run_of(target)
-    inside = run is not None and run != target.absolute() and not found
+    run, target_step = _run_of(target)
+    inside = run is not None and run != target.absolute() and not target_step
     if not target.is_dir() or (inside and hf_folder(target) is None):
         raise Refused(f"expected the {TARGET}, found none of them at {target}")
-    if found and step not in (None, found):
-        raise Refused(f"--step: expected none, or {found}, with the checkpoint {target}, found {step}")
-    step = step or found or None
+    if target_step and step not in (None, target_step):
+        raise Refused(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
+    step = step or target_step or None
     if run is not None and not config_name:
         config_name = str(run / "config.toml")
     if not config_name:
@@ -85,8 +85,8 @@ def hf_folder(path: Path) -> Path | None:
     if path.name == "best" and not (path / "config.json").is_file():
         from titan_rl.train.best_weights import best_folders
 
-        kept = best_folders(path)
-        return kept[0].folder if kept else None
+        best = best_folders(path)
+        return best[0].folder if best else None
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None
 
 
@@ -102,7 +102,7 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 
 
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
-    """Choose a run's weights: of a step, or its newest. hf/ has those of the last step once the run is finished."""
+    """Choose a run's weights: of a step, or its newest. hf/ has the last step's once the run is finished."""
     from titan_rl.record.checkpoints import Checkpoints
 
     hf, folder = hf_folder(run / "hf"), run / config.checkpoint.folder
@@ -111,7 +111,7 @@ def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
         cold = Checkpoints((folder / "cold_start",)).whole_steps()
         names = [*(f"cold_start/{n}" for n in cold), *map(str, steps)]
         if step not in names:
-            raise Refused(f"--step: expected one of {', '.join(names) or 'none'} (those in {folder}), found {step}")
+            raise Refused(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
         return Chosen(config, f"step {step} of {run}", None, run, step)
     newest = max(steps, default=None)
     if hf is not None and newest in (None, config.training.steps):
@@ -136,7 +136,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
 
 
 def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
-    """Resolve what a deployment consists of. Only what it needs is checked: sets, their rewards, GPUs."""
+    """Plan a deployment. Only the parts that it needs are checked: sets, their rewards, GPUs."""
     from titan_rl.preflight.plan import prepare
     from titan_rl.wire.gpus import NO_GPUS, found_gpus
 
@@ -242,16 +242,14 @@ def named_refusals(prog: str) -> Iterator[None]:
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return (section.key, text) of the flags --section.key=VALUE or --section.key VALUE."""
-    found, rest = [], list(words)
+    overrides, rest = [], list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or "." not in flag:
-            raise Refused(
-                f"unknown argument {flag}: --help lists those that there are; a config's key is --section.key"
-            )
+            raise Refused(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
         if not equals:
             if not rest:
                 raise Refused(f"{flag}: expected a value, found none")
             value = rest.pop(0)
-        found.append((flag.removeprefix("--"), value))
-    return found
+        overrides.append((flag.removeprefix("--"), value))
+    return overrides

@@ -62,11 +62,11 @@ def early_config(argv: Sequence[str]) -> "Config | None":
 
 def fetch_models(config: "Config") -> None:
     """Fetch the pretrained models that the config names, or refuse the run."""
-    from titan_rl.fetch.models import FetchFailed, announce, with_models
+    from titan_rl.fetch.models import FetchFailed, with_models
     from titan_rl.preflight.refusal import refuse
 
     try:
-        with_models(config, announce)
+        with_models(config)
     except FetchFailed as error:
         refuse("", [str(error)])
 

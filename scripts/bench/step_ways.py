@@ -16,7 +16,7 @@ from bench.rows import metric_lines, run_command
 from bench.step_shapes import SHAPES, Shape, chats
 from titan_rl.actors.vllm import launch_env, vllm_cpu
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.fetch.models import announce, model_folder
+from titan_rl.fetch.models import model_folder
 from titan_rl.text import tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -125,7 +125,7 @@ def write_model(shape: Shape, folder: Path) -> None:
     """Write the weights and the tokenizer from which every way starts: random ones and the built-in one, or links to
     the files of a pretrained model, and its prompts."""
     if shape.pretrained:
-        for file in model_folder(shape.pretrained, "bench", announce).iterdir():
+        for file in model_folder(shape.pretrained, "bench").iterdir():
             (folder / file.name).symlink_to(file.resolve())
         rows = [json.dumps({"question": chat, "answer": ""}) for chat in chats()]
         (folder / PROMPTS_FILE).write_text("\n".join(rows))

@@ -11,8 +11,8 @@ import aiohttp
 from support.chat_folders import chat_folder
 from support.played import LIMITS
 from titan_rl.agents.agent_session import AgentSession
-from titan_rl.agents.contexts import PROMPT, Contexts
 from titan_rl.agents.conversation import ChatText, PlainText, Renderer
+from titan_rl.agents.episode_news import PROMPT, Contexts
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.agents.play import Sampled

@@ -76,21 +76,15 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
     (lines(GOOD), "--algorithm.name dpo", "train.jsonl:1: expected task.chosen_key = 'chosen'"),
 ]
 
-REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is named; each is tried in a process
+REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is named
     ("f = lambda completion: -1e308", "a number of float32's range, found -1e+308"),
+    ("import sys; sys.exit(0)", "found SystemExit(0)"),
     ("raise SystemExit(5)", "found SystemExit(5)"),
-    ("import os; os._exit(0)", "found that it ends the process with exit code 0"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "found that it ends the process with exit code -11"),
+    ("raise KeyboardInterrupt", "found KeyboardInterrupt"),
+    ("class B(BaseException): pass\nraise B('x')", "found B: x"),
     ("1 / 0", "found ZeroDivisionError: division by zero"),
-    ("while True: pass", "to be imported within 1 s, found it still running at"),
-    ("import asyncio\nasync def f(completion): await asyncio.sleep(60)", "within 1 s, found it still running"),
-    ("def f(completion): raise ValueError('x' * 9)", "to score the first row, found ValueError: xxxxxxxxx"),
-    ("def f(completion): exit(0)", "to score the first row, found SystemExit: 0"),
-    ("import os\ndef f(completion): os._exit(0)", "found that it ends the process with exit code 0"),
-    ("import re\ndef f(completion): re.match('(a+)+b', 'a' * 60)", "within 1 s, found it still running at"),
-    ("def f(completion): return float(input())", "to score the first row, found EOFError"),
-]
-SHAPES: list[tuple[str, str]] = [  # functions of such modules that no run can call
+    ("def f(: pass", "found SyntaxError"),
+    ("import no_such_module_of_mine", "No module named 'no_such_module_of_mine'"),
     ("f = 3", "to be a function, found 3"),
     ("f = None", "to be a function, found None"),
     ("g = 3", "has no attribute 'f'"),
@@ -106,7 +100,7 @@ SHAPES: list[tuple[str, str]] = [  # functions of such modules that no run can c
     ("async def f(completion): return '1'", "to return a float, int or bool, found '1'"),
     ("async def g(): return 1.0\ndef f(completion): return g()", "to return a float, int or bool, found <coroutine"),
     ("def f(completion): yield 1.0", "to return a float, int or bool, found <generator"),
-    ("class f:\n  def __init__(self, completion): pass", "to return a float, int or bool, found <theirs.f object"),
+    ("class f:\n  def __init__(self, completion): pass", "to return a float, int or bool, found <judge.f object"),
     ("def f(completion): return None", "to return a float, int or bool, found None"),
     ("def f(completion): return '1'", "to return a float, int or bool, found '1'"),
     ("def f(completion): return [1.0]", "to return a float, int or bool, found [1.0]"),
@@ -114,6 +108,21 @@ SHAPES: list[tuple[str, str]] = [  # functions of such modules that no run can c
     ("def f(completion): return 1j", "to return a float, int or bool, found 1j"),
     ("def f(completion): return float('nan')", "to return a finite number, found nan"),
     ("def f(completion): return 10 ** 400", "to return a number, found 1000"),
+    ("def f(completion): raise ValueError('x' * 9)", "to score the first row, found ValueError: xxxxxxxxx"),
+    ("def f(completion): raise KeyboardInterrupt", "to score the first row, found KeyboardInterrupt"),
+    ("def f(row): return row['no_such']", "to score the first row, found KeyError: 'no_such'"),
+]
+FATAL_REWARDS: list[tuple[str, str]] = [  # they end or block their process, or read its stdin
+    ("import os; os._exit(0)", "found that it ends the process with exit code 0"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "found that it ends the process with exit code -11"),
+    ("while True: pass", "to be imported within 2 s, found it still running at"),
+    ("import time; time.sleep(100)", "to be imported within 2 s, found it still running at"),
+    ("import asyncio\nasync def f(completion): await asyncio.sleep(60)", "within 2 s, found it still running"),
+    ("def f(completion): exit(0)", "to score the first row, found SystemExit: 0"),
+    ("import os\ndef f(completion): os._exit(0)", "found that it ends the process with exit code 0"),
+    ("def f(completion):\n  while True: pass", "for the first row within 2 s, found it still running at"),
+    ("import re\ndef f(completion): re.match('(a+)+b', 'a' * 60)", "within 2 s, found it still running at"),
+    ("def f(completion): return float(input())", "to score the first row, found EOFError"),
 ]
 NAMES = ["x", "json:", ":f", ".judge:f", "judge.py:f", "judge:f.x", "judge f:f", "json:dumps:x", "\u00e9:f"]
 """Of rewards, none of which can be called."""
@@ -257,6 +266,8 @@ ODD_REWARDS = [
     "class F:\n  def __call__(self, completion): return 1.0\nf = F()",
     "from functools import partial\nf = partial(lambda completion, k: k, k=1.0)",
     "f = lambda completion: -1e38",
+]
+ODD_PROCESSES = [  # they print, or leave something behind in their process
     "print('hello')\ndef f(completion):\n  print(completion)\n  return 0",
     "import sys\nsys.stdout.close()\nsys.stderr.close()\ndef f(completion): return 0",
     "import threading, time\nthreading.Thread(target=time.sleep, args=[50]).start()\ndef f(completion): return 0",

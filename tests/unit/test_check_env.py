@@ -1,4 +1,4 @@
-"""What check_env takes, refuses, and says of what was played."""
+"""check_env: the arguments it takes and refuses, and its report of the rollouts."""
 
 import asyncio
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_the_random_policy_calls_the_tools_that_it_reads_of(tmp_path: Path) -> N
         said = sampled(policy, read, seed, most=200)
         try:
             calls += tokenizer.chat.parse(said.tokens, tools).get("tool_calls", ())
-        except ValueError:  # what is said at random may be half of a call
+        except ValueError:  # a random answer may be half of a call
             continue
     assert {(call["function"]["name"], call["function"]["arguments"]) for call in calls} == {("add", '{"n": 1}')}
 
@@ -114,9 +114,9 @@ def test_what_is_wrong_is_said_once_each(text: TextTokenizer) -> None:
         "capacity   2 processes x 128 rollouts; a run has up to 256 in flight; its server takes 3 of them",
         "repeats    no: the first rollout, played again, was another: after a lost process its turns are sampled again",
         "wrong: 2 of 4 rollouts failed: ValueError: no (a.py:3)",
-        "wrong: environment.concurrency: its server takes 3 sessions, and 4 rollouts were played",
+        "wrong: environment.concurrency: its server takes 3 sessions, 4 rollouts were played",
         "wrong: model.hf_assets_path: 4 of 8 tokens that are read stand for characters without a token",
-        "wrong: 1 of 4 rollouts began branches: what was read before was changed, and is read again",
+        "wrong: 1 of 4 rollouts began branches: earlier text was changed, and is read again",
     ]
     assert table(played).row_count == 4
 

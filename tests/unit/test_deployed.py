@@ -1,4 +1,4 @@
-"""Which weights and which sets a command line chooses, and what it refuses, before anything is started."""
+"""Which weights and which sets a command line chooses or refuses, before anything is started."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ def chosen(target: Path, step: str | None = None, config: str | None = None) -> 
 def test_a_run_stands_for_its_newest_weights(run: Path) -> None:
     assert (chosen(run).folder, chosen(run).step) == (None, "4")
     weights(run / "hf")
-    assert chosen(run).step == "4"  # of an earlier end: the run was continued
+    assert chosen(run).step == "4"  # hf/ is older: the run was continued
     write(run, 4)
     assert chosen(run).folder == run / "hf"
     assert chosen(run, "2").step == "2"
@@ -90,7 +90,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(Refused, match=r"expected the dump folder of a run .* found none of them at"):
             chosen(target, config="grpo_llama")
     for step in ("3", "x", "cold_start/2"):
-        with pytest.raises(Refused, match=r"--step: expected one of cold_start/7, 2, 4 \(those in .*\), found"):
+        with pytest.raises(Refused, match=r"--step: expected one of cold_start/7, 2, 4 \(in .*\), found"):
             chosen(run, step)
     with pytest.raises(Refused, match="--step: expected none, or 2, with the checkpoint"):
         chosen(run / "checkpoint" / "step-2", "4")
@@ -185,7 +185,7 @@ def test_a_deployment_checks_the_rewards_of_its_sets_and_needs_no_other_model(tm
     assert setup.config.roles == {}
     assert [len(each.prompts) for each in setup.eval_sets] == [3]
     seed = derive(Config().debug.seed, "task")
-    problems = load_task(Config().task, seed=seed, eval_size=8).heldout  # those of the run
+    problems = load_task(Config().task, seed=seed, eval_size=8).heldout  # as in the run
     assert [prompt.text for prompt in setup.heldout.prompts] == [example.prompt for example in problems]
 
 

@@ -5,8 +5,8 @@
     SkyRL-gym    init(prompt) -> messages, metadata                 step(text) -> {observations, reward, done, metadata}
     Tinker       initial_observation() -> messages                  step(message) -> MessageStepResult
 
-An adapter has the methods of episodes.Environment. TRL's environment_factory needs none: a class without `step` is a
-set of tools. Only the standard library is imported, because guest_program.py runs this in another Python.
+An adapter has the methods that episodes.py describes. TRL's environment_factory needs none: a class without `step` is a
+set of tools. Only the standard library is imported, because external_program.py runs this in another Python.
 """
 
 import importlib
@@ -38,9 +38,8 @@ class Settings(dict[str, Any]):
 
 
 class GymnasiumText:
-    """Text is read as an action of the environment's action_space, or by its own `parse_action(text)`. Text that is no
-    action is answered by what was expected, and does not step. With render_mode "ansi" the policy reads what is drawn.
-    """
+    """Reads text as an action of the action_space, or by the environment's own `parse_action(text)`. Text that is no
+    action is answered with an error, and does not step. With render_mode "ansi" the policy reads the drawing."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -52,27 +51,24 @@ class GymnasiumText:
         return self._shown(observation)
 
     def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        space = getattr(self._environment, "action_space", None)
         try:
-            action = self._own(reply.text) if self._own else action_of(reply.text, self._action_space())
+            action = self._own(reply.text) if self._own else action_of(reply.text, space)
         except ValueError as error:
             return f"error: {error}", 0.0, False, {"unreadable": 1}
         observation, reward, terminated, truncated, info = self._environment.step(action)
-        over = bool(terminated) or bool(truncated)
-        return self._shown(observation), reward, over, numbers(info)
+        return self._shown(observation), reward, bool(terminated) or bool(truncated), numbers(info)
 
     def close(self) -> None:
         self._environment.close()
-
-    def _action_space(self) -> Any:
-        return getattr(self._environment, "action_space", None)
 
     def _shown(self, observation: Any) -> str:
         return without_colours(str(self._environment.render())) if self._drawn else text_of(observation)
 
 
 class TextArenaGame:
-    """A game for one player. Its reward is that of player 0 when it is over. A game without wrappers says what is new
-    in each turn; one that repeats all would be read again and again."""
+    """A game for one player, whose reward at the end is the rollout's. Games are made without wrappers: those return
+    only the new text of a turn, wrapped ones the whole game."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -93,55 +89,55 @@ class TextArenaGame:
         player, observation = self._environment.get_observation()
         if isinstance(observation, str):
             return observation
-        return "\n".join(text for sender, text, *_ in observation if sender != player)  # what it said, it knows
+        return "\n".join(text for sender, text, *_ in observation if sender != player)  # not the policy's own text
 
 
 class SkyRLText:
-    """`get_metrics()` is logged at the end. A `postprocessed_action` is not used: what was sampled stays as it is."""
+    """`get_metrics()` is logged at the end. A `postprocessed_action` is not used: sampled tokens are never changed."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     def reset(self, messages: Sequence[Message], prompt: str) -> Any:
-        given = list(messages) or [{"role": "user", "content": prompt}]
-        found, _ = self._environment.init([dict(message) for message in given])
-        kept = len(given)
-        return list(found[kept:]) if list(found[:kept]) == given else Conversation(found)
+        conversation = list(messages) or [{"role": "user", "content": prompt}]
+        replaced, _ = self._environment.init([dict(message) for message in conversation])
+        length = len(conversation)
+        return list(replaced[length:]) if list(replaced[:length]) == conversation else Conversation(replaced)
 
     def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-        found = self._environment.step(reply.text)
-        info, done = numbers(found.get("metadata")), bool(found["done"])
+        result = self._environment.step(reply.text)
+        info, done = numbers(result.get("metadata")), bool(result["done"])
         if done and hasattr(self._environment, "get_metrics"):
             info |= numbers(self._environment.get_metrics())
-        return list(found.get("observations") or ()), found["reward"], done, info
+        return list(result.get("observations") or ()), result["reward"], done, info
 
     def close(self) -> None:
         self._environment.close()
 
 
 class TinkerMessages:
-    """A MessageEnv. Its messages replace the prompt, and each of its steps returns the whole conversation: what was
-    said before stays as tokens, unless it was edited."""
+    """A MessageEnv. Its messages replace the prompt, and each of its steps returns the whole conversation. Tokens of
+    earlier turns stay, unless their messages were edited."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
         self._said: list[Message] = []
 
     async def reset(self) -> Conversation:
-        found = await call_user(self._environment.initial_observation)
-        if not (isinstance(found, list) and all(isinstance(message, dict) for message in found)):
-            what = f"found {type(found).__name__}: its tokens are of another tokenizer"
+        observation = await call_user(self._environment.initial_observation)
+        if not (isinstance(observation, list) and all(isinstance(message, dict) for message in observation)):
+            what = f"found {type(observation).__name__}: its tokens are of another tokenizer"
             raise TypeError(f"initial_observation: expected a list of messages (MessageEnv), {what}")
-        self._said = list(found)
-        return Conversation(found)
+        self._said = list(observation)
+        return Conversation(observation)
 
     async def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         message = dict(reply.message)
-        found = await call_user(self._environment.step, message)
-        said, whole = [*self._said, message], list(found.next_messages)
+        result = await call_user(self._environment.step, message)
+        before, whole = [*self._said, message], list(result.next_messages)
         self._said = whole
-        news = whole[len(said) :] if whole[: len(said)] == said else Conversation(whole)
-        return [] if found.episode_done else news, found.reward, bool(found.episode_done), numbers(found.metrics)
+        news = whole[len(before) :] if whole[: len(before)] == before else Conversation(whole)
+        return [] if result.episode_done else news, result.reward, bool(result.episode_done), numbers(result.metrics)
 
     async def close(self) -> None:
         for name in ("close", "cleanup"):
@@ -150,7 +146,7 @@ class TinkerMessages:
 
 
 def adapted(environment: Any) -> Any:
-    """Return what has the methods of episodes.Environment: the environment itself, or an adapter of it."""
+    """Return the environment itself, or an adapter with the methods that episodes.py describes."""
     if hasattr(environment, "initial_observation"):
         return TinkerMessages(environment)
     if hasattr(environment, "init") and not hasattr(environment, "reset"):
@@ -175,8 +171,8 @@ def gymnasium(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     first = package.make(id, **args)
     drawn = "ansi" in first.metadata.get("render_modes", ()) and "render_mode" not in args
     first.close()
-    given = {"render_mode": "ansi", **args} if drawn else args
-    return lambda: package.make(id, **given)
+    options = {"render_mode": "ansi", **args} if drawn else args
+    return lambda: package.make(id, **options)
 
 
 def textarena(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
@@ -217,10 +213,10 @@ def action_of(text: str, space: Any) -> Any:
     if space is None or kind == "Text":
         return text
     if kind == "Discrete":
-        found = re.findall(r"-?\d+", text)
+        integers = re.findall(r"-?\d+", text)
         start, n = int(getattr(space, "start", 0)), int(space.n)
-        if found and len(found[-1]) < 19 and start <= int(found[-1]) < start + n:
-            return int(found[-1])
+        if integers and len(integers[-1]) < 19 and start <= int(integers[-1]) < start + n:
+            return int(integers[-1])
         raise ValueError(f"expected an action from {start} to {start + n - 1}")
     try:
         value: Any = json.loads(text)
@@ -237,8 +233,8 @@ def numbers(info: Any) -> dict[str, Any]:
     """Return the finite numbers of a mapping, and "rewards", its components."""
     if not isinstance(info, Mapping):
         return {}
-    found = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
-    return {**found, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
+    finite = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
+    return {**finite, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
 
 
 def _number(value: Any) -> float | None:

@@ -1,9 +1,9 @@
-"""One rollout behind the endpoint: what its requests continue, and what they may still sample.
+"""One rollout behind the endpoint: which turn each request continues, and how many tokens it may still sample.
 
     chat, complete, generate ──> after which turn, which tokens stay, which are new ──> ask, the policy's turn
 
-What was sampled is never tokenized again: a request that continues a turn is read from that turn's tokens, and only
-what follows is rendered. Any other request is rendered whole, and begins a branch.
+Sampled tokens are never tokenized again: a request that continues a turn is read from that turn's tokens, and only
+later messages are rendered. Any other request is rendered whole, and begins a branch.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
-from titan_rl.agents.contexts import PROMPT, Contexts
 from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.episode_news import PROMPT, Contexts
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.message_tree import MessageTree, digest, key_of
 from titan_rl.agents.play import Sampled
@@ -54,20 +54,20 @@ class Wish(NamedTuple):
     logprobs: bool = False
 
 
-class Said(NamedTuple):
+class ServedTurn(NamedTuple):
     """An answered request."""
 
     context: list[int]
     sampled: Sampled
-    text: str  # of what was sampled
-    message: Message  # of a chat; else empty
+    text: str  # the sampled tokens as text
+    message: Message  # the reply to a chat; else empty
 
 
 class AgentSession:
     def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Asks) -> None:
         self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
         self._contexts, self._tree = Contexts(prompt.tokens), MessageTree()
-        self._texts = [(prompt.text, PROMPT)] if renderer.chat is None else []  # of completions, and their turns
+        self._texts = [(prompt.text, PROMPT)] if renderer.chat is None else []  # completions, and their turns
         self._spent = 0  # tokens sampled, and read after the first context of a branch
         self._requests: set[asyncio.Task[Any]] = set()  # that wait for the policy
         self.turns = 0  # that were answered
@@ -75,7 +75,7 @@ class AgentSession:
         self.refused: Status | None = None  # the limit that the last request ran into
         self.messages: Sequence[Message] = ()  # the latest conversation
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> Said:
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> ServedTurn:
         """Answer a conversation."""
         chat = self._renderer.chat
         if chat is None:
@@ -86,32 +86,33 @@ class AgentSession:
         node, depth = self._tree.find(keys)
         try:
             after, kept, new = self._delta(chat, node.turn, messages, depth, tools)
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any error
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", f"{type(error).__name__}: {error}") from error
         if after == PROMPT:
             node, depth = self._tree.root, 0
-        said = await self._sample(after, kept, new, wish)
-        sampled = said.sampled
+        served = await self._sample(after, kept, new, wish)
+        sampled = served.sampled
         try:
             message = chat.parse(sampled.tokens, tools or None, f"call_{sampled.turn}")
         except MalformedCall as malformed:
             message = malformed.message
         self._tree.grow(node, keys[depth:], key_of(message), sampled.turn, sampled.tokens)
         self.messages = [*messages, message]
-        return said._replace(message=message)
+        return served._replace(message=message)
 
-    async def complete(self, prompt: str, wish: Wish) -> Said:
-        """Continue a text. It may continue an earlier text together with what was sampled after it."""
-        known, after = max(((t, n) for t, n in self._texts if prompt.startswith(t)), key=_length, default=("", None))
+    async def complete(self, prompt: str, wish: Wish) -> ServedTurn:
+        """Continue a text. It may begin with an earlier text and its completion."""
+        earlier = [(text, turn) for text, turn in self._texts if prompt.startswith(text)]
+        known, after = max(earlier, key=lambda each: len(each[0]), default=("", None))
         tokenizer = self.tokenizer
         new = tokenizer.encode_outside(prompt[len(known) :])
         if after is None:
             new = [*tokenizer.opening, *new]
-        said = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
-        self._texts.append((prompt + said.text, said.sampled.turn))
-        return said
+        served = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
+        self._texts.append((prompt + served.text, served.sampled.turn))
+        return served
 
-    async def generate(self, tokens: Sequence[int], wish: Wish) -> Said:
+    async def generate(self, tokens: Sequence[int], wish: Wish) -> ServedTurn:
         """Continue tokens."""
         size = self.tokenizer.size
         if not all(type(token) is int and 0 <= token < size for token in tokens):
@@ -145,7 +146,7 @@ class AgentSession:
         kept = common_length(self._prompt.tokens, whole)
         return PROMPT, kept, whole[kept:]
 
-    async def _sample(self, after: int, kept: int | None, new: list[int], wish: Wish) -> Said:
+    async def _sample(self, after: int, kept: int | None, new: list[int], wish: Wish) -> ServedTurn:
         """Sample after the first `kept` tokens up to the turn `after` and the new ones. None: all of that turn's."""
         kept = self._contexts.length(after) if kept is None else kept
         read = len(new) if after != PROMPT else 0
@@ -171,10 +172,10 @@ class AgentSession:
         self.refused = None
         ended = bool(sampled.tokens) and sampled.tokens[-1] in self._renderer.ends
         text = self.tokenizer.decode(sampled.tokens[:-1] if ended else sampled.tokens)
-        return Said(context, sampled, text, {})
+        return ServedTurn(context, sampled, text, {})
 
     def _most(self, length: int, read: int, wished: int | None) -> int | None:
-        """Return how many tokens may be sampled; None: as many as are configured."""
+        """Return how many tokens may be sampled; None: the configured number."""
         limits = self._limits
         if not length:
             raise Refused(HTTPStatus.BAD_REQUEST, "empty_prompt", "expected a prompt of at least 1 token, found none")
@@ -182,15 +183,11 @@ class AgentSession:
             raise self._over("max_turns", f"the limit of environment.max_turns = {limits.max_turns} is reached")
         if not limits.max_tokens:
             return wished
-        left = limits.max_tokens - self._spent - read
-        if left <= 0:
+        room = limits.max_tokens - self._spent - read
+        if room <= 0:
             raise self._over("max_tokens", f"the limit of environment.max_tokens = {limits.max_tokens} is reached")
-        return left if wished is None else min(left, wished)
+        return room if wished is None else min(room, wished)
 
     def _over(self, status: Status, message: str) -> Refused:
         self.refused = status
         return Refused(HTTPStatus.BAD_REQUEST, CODES.get(status, status), f"{message} ({status})")
-
-
-def _length(known: tuple[str, int | None]) -> int:
-    return len(known[0])

@@ -16,7 +16,7 @@ SMALLEST, BEYOND = 100, 1000  # factors
 COUNT = (BEYOND - SMALLEST) ** 2
 LONGEST = 24  # "?347*862", "299114=", "299114" and two ends of turns
 CALL, MALFORMED = "?", "x="
-TOOL_SHARE = 0.3  # of the demonstrations call the calculator
+TOOL_SHARE = 0.3  # share of demonstrations that call the calculator
 
 
 def multiply(a: int, b: int) -> str:
@@ -49,8 +49,8 @@ def answer(row: Mapping[str, Any]) -> str:
 
 
 def demonstration(row: Mapping[str, Any], seed: int) -> list[tuple[str, str]]:
-    """Return (what the policy says, what it reads next) by turn: a share calls the calculator, the others only know
-    the answer. So a policy that imitates them knows every format, and has to find out which of them pays."""
+    """Return (the policy's text, the text that it reads next) by turn. A share calls the calculator, the others only
+    give the answer. So a policy that imitates them knows both formats, and has to find out which one is rewarded."""
     calls = np.random.PCG64(seed).random_raw() / 2**64 < TOOL_SHARE
     result = answer(row)
     return [*([(f"{CALL}{row['a']}*{row['b']}", f"{result}=")] if calls else []), (result, "")]
@@ -73,8 +73,8 @@ class Calc:
             if not (star and a.isdecimal() and b.isdecimal()):
                 return Step(MALFORMED, info=counts | {"malformed": 1})
             try:
-                found = await self._calculator.result(ToolCall("multiply", {"a": int(a), "b": int(b)}))
+                result = await self._calculator.result(ToolCall("multiply", {"a": int(a), "b": int(b)}))
             except ToolFailed:
                 return Step(MALFORMED, info=counts | {"malformed": 1})
-            return Step(f"{found}=", info=counts)
+            return Step(f"{result}=", info=counts)
         return Step(reward=float(reply.finish == "stop" and reply.text == self._answer), done=True)

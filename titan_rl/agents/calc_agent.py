@@ -1,4 +1,4 @@
-"""An agent that solves calc's problems with a calculator of its own. It knows nothing of titan_rl: it has a URL and a
+"""An agent that solves calc's problems with its own calculator. It knows nothing of titan_rl: it has a URL and a
 key of a server that speaks OpenAI's API, and the `openai` package. `task.agent` trains it as it is.
 
     user 347*862=    assistant ?347*862    user 299114=    assistant 299114
@@ -26,12 +26,12 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, flo
     for _ in range(TURNS):
         response = await client.chat.completions.create(model="policy", messages=messages)
         choice = response.choices[0]
-        said = choice.message.content or ""
-        if choice.finish_reason != "stop" or not said.startswith("?"):
-            right = choice.finish_reason == "stop" and said == product
+        text = choice.message.content or ""
+        if choice.finish_reason != "stop" or not text.startswith("?"):
+            right = choice.finish_reason == "stop" and text == product
             return {"reward": float(right), "calls": calls}
         calls += 1
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": multiply(said[1:])}]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": multiply(text[1:])}]
     return {"reward": 0.0, "calls": calls}
 
 

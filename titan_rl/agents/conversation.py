@@ -1,4 +1,4 @@
-"""A rollout's conversation as tokens. What was sampled is never tokenized again.
+"""A rollout's conversation as tokens. Sampled tokens are never tokenized again.
 
     prompt | observation, sampled, observation, sampled, ...
 
@@ -6,8 +6,8 @@ Text from outside never becomes a control token: a tool that prints the end toke
 """
 
 import json
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from titan_rl.agents.episodes import Observation, Reply, messages_from, text_of
 from titan_rl.agents.tools import Schema, ToolCall
@@ -19,39 +19,14 @@ from titan_rl.wire.types import Finish, Prompt
 
 
 class Delta(NamedTuple):
-    """A context, as a change to the tokens before: those of the prompt, or of the last turn with what was sampled."""
+    """A context, as a change to the prompt's tokens, or to the tokens up to the end of the last turn."""
 
     kept: int  # leading tokens that stay; fewer than there are: a new branch
     new: list[int]
 
 
-class Renderer(Protocol):
-    """Turns observations into tokens, and sampled tokens into a reply. `said` is the conversation so far."""
-
-    @property
-    def tokenizer(self) -> TextTokenizer: ...
-
-    @property
-    def ends(self) -> Collection[int]: ...  # the tokens that end a turn
-
-    @property
-    def chat(self) -> ChatRenderer | None: ...  # None: there is no chat template
-
-    def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
-        """Return the first context, relative to the prompt's tokens."""
-        ...
-
-    def extend(
-        self, tokens: Sequence[int], said: Sequence[Message], observation: Observation, tools: Sequence[Schema]
-    ) -> Delta:
-        """Return the next context after `tokens`, whose last ones were sampled."""
-        ...
-
-    def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply: ...
-
-
 class PlainText:
-    """A conversation without a chat template: observations follow what was sampled as they are."""
+    """A conversation without a chat template: an observation's text follows the sampled text directly."""
 
     def __init__(self, tokenizer: TextTokenizer, ends: Sequence[int] = ()) -> None:
         """`ends`: the tokens that end a turn, if they are not the tokenizer's."""
@@ -59,12 +34,14 @@ class PlainText:
         self.chat: ChatRenderer | None = None
 
     def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
+        """Return the first context, relative to the prompt's tokens."""
         return Delta(len(prompt.tokens), self.tokenizer.encode_outside(text_of(observation)))
 
     def extend(
-        self, tokens: Sequence[int], said: Sequence[Message], observation: Observation, tools: Sequence[Schema]
+        self, tokens: Sequence[int], messages: Sequence[Message], observation: Observation, tools: Sequence[Schema]
     ) -> Delta:
-        end = [] if tokens and tokens[-1] in self.ends else [self.tokenizer.eos]  # of a turn that was cut off
+        """Return the context after `tokens`, which end with a sampled turn. `messages` is the conversation so far."""
+        end = [] if tokens and tokens[-1] in self.ends else [self.tokenizer.eos]  # the turn was cut off
         return Delta(len(tokens), end + self.tokenizer.encode_outside(text_of(observation)))
 
     def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply:
@@ -85,12 +62,12 @@ class ChatText:
         return Delta(0, self.chat.prompt([*prompt.messages, *messages_from(observation)], tools or None))
 
     def extend(
-        self, tokens: Sequence[int], said: Sequence[Message], observation: Observation, tools: Sequence[Schema]
+        self, tokens: Sequence[int], messages: Sequence[Message], observation: Observation, tools: Sequence[Schema]
     ) -> Delta:
-        messages = messages_from(observation)
-        new = self.chat.extend(tokens, messages, tools or None)
+        added = messages_from(observation)
+        new = self.chat.extend(tokens, added, tools or None)
         if new is None:
-            return Delta(0, self.chat.prompt([*said, *messages], tools or None))
+            return Delta(0, self.chat.prompt([*messages, *added], tools or None))
         return Delta(len(tokens), new)
 
     def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply:
@@ -104,3 +81,6 @@ class ChatText:
             for call in message.get("tool_calls", ())
         ]
         return Reply(str(message["content"]), tokens, finish, calls, problem, message)
+
+
+Renderer = PlainText | ChatText

@@ -1,6 +1,6 @@
-"""Calls of the user's environment: how it is loaded and made, what `reset` is given, which tools it has.
+"""Loads, makes and resets the user's environment, and lists its tools.
 
-Only the standard library is imported, because guest_program.py does the same in another Python.
+Only the standard library is imported, because external_program.py does the same in another Python.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,24 +16,24 @@ NO_TOOLS = ("reset", "close", "get_reward")
 
 
 def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """Return what makes an environment: of a package for "PREFIX:REST", else the user's "module:name". Raise ValueError
-    if there is none."""
-    prefix, _, rest = name.partition(":")
-    if prefix not in MAKERS:
-        return load(name, key)
-    try:
-        return MAKERS[prefix](rest, args)
-    except Exception as error:
-        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+    """Return a maker of environments: of a package for "PREFIX:REST", else the user's "module:name"."""
+    return _load(name, args, key, MAKERS)
 
 
 def load_agent(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
     """Return the user's agent "module:name", or one that plays a taskset: "verifiers:TASKSET"."""
-    prefix, _, taskset = name.partition(":")
-    if prefix != "verifiers":
+    return _load(name, args, key, {"verifiers": verifiers_agent})
+
+
+def _load(
+    name: str, args: Mapping[str, Any], key: str, makers: Mapping[str, Callable[..., Callable[..., Any]]]
+) -> Callable[..., Any]:
+    """Call the maker of the name's prefix, or import the user's code. Raise ValueError if that fails."""
+    prefix, _, rest = name.partition(":")
+    if prefix not in makers:
         return load(name, key)
     try:
-        return verifiers_agent(taskset, args)
+        return makers[prefix](rest, args)
     except Exception as error:
         raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
 
@@ -42,7 +42,7 @@ def offered_by(
     row: Mapping[str, Any], prompt: str, answer: str, seed: int, messages: Sequence[Message], number: int
 ) -> dict[str, Any]:
     """Return what an environment may take by keyword. `number` is the prompt's: all rollouts of its group have the same
-    `task_seed`, and each has a `seed` of its own. Without a chat template there are no messages."""
+    `task_seed`, but different `seed`s. Without a chat template there are no messages."""
     task_seed = row["seed"] if isinstance(row.get("seed"), int) else number
     own = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
     return {**own, "task_seed": task_seed, "messages": list(messages)}
@@ -51,28 +51,28 @@ def offered_by(
 async def make_environment(
     make: Callable[..., Any], name: str, offered: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Any:
-    """Return an environment with the methods of episodes.Environment. Constructors of SkyRL-gym take env_config, which
-    is environment.args, and extras, which is the row. What a constructor requires may be a column of the row."""
+    """Return an environment with the methods that episodes.py describes. Its constructor may take columns of the row by
+    name. Constructors of SkyRL-gym take env_config, which is environment.args, and extras, which is the row."""
     row = offered["row"]
     columns = {p.name: row[p.name] for p in parameters_of(make) if p.default is p.empty and p.name in row}
     known = {"reward_spec": {"method": "rule", "ground_truth": offered["answer"]}, "extra_info": {}}
-    given = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
-    return adapted(await call_user(make, **keywords_of(make, given, name)))
+    keywords = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
+    return adapted(await call_user(make, **keywords_of(make, keywords, name)))
 
 
 async def reset_environment(environment: Any, name: str, offered: Mapping[str, Any]) -> Any:
     """Return the first observation. `reset` may also take columns of the row by name. The text of a set of tools is
     appended to the user's message, as TRL does."""
-    given = keywords_of(environment.reset, {**offered["row"], **offered}, f"{name}.reset", spread="row")
-    found = await call_user(environment.reset, **given)
-    if hasattr(environment, "step") or not isinstance(found, str) or not found:
-        return found
+    keywords = keywords_of(environment.reset, {**offered["row"], **offered}, f"{name}.reset", spread="row")
+    observation = await call_user(environment.reset, **keywords)
+    if hasattr(environment, "step") or not isinstance(observation, str) or not observation:
+        return observation
     if not offered["messages"]:
-        return found
+        return observation
     *before, last = offered["messages"]
     if last.get("role") != "user" or not isinstance(last.get("content"), str):
-        return found
-    return Conversation([*before, {**last, "content": last["content"] + found}])
+        return observation
+    return Conversation([*before, {**last, "content": last["content"] + observation}])
 
 
 def tools_of(environment: Any) -> list[Tool]:

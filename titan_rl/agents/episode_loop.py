@@ -1,4 +1,4 @@
-"""Runs rollouts on an event loop and a thread of their own, so that user code never blocks whoever asks about them.
+"""Runs rollouts on a separate event loop and thread, so that user code never blocks the process's own loop.
 
 begin, answer, cancel ──> the user's loop: one task per rollout; plain functions on threads
 take_news, look       <── Ask | Ended; where the loop stands if it is blocked
@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.agents.agent_session import AgentSession
-from titan_rl.agents.contexts import PROMPT
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.environment_calls import load_agent, load_user_environment
-from titan_rl.agents.episode_news import Answer, Ask, Begin, Blocked, Dropped, Ended, News
+from titan_rl.agents.episode_news import PROMPT, Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.agents.episodes import EpisodeOver, Limits
+from titan_rl.agents.external_python import ExternalPython
 from titan_rl.agents.games import GAMES
-from titan_rl.agents.guest import GuestPython
 from titan_rl.agents.play import Policy, Sampled, play, roll_out
 from titan_rl.agents.user_code import (
     Threads,
@@ -50,28 +49,28 @@ class LoopSettings:
     agent: bool = False  # it reaches the policy through the endpoint
     python: str = ""  # environment.python
     args: Mapping[str, Any] = field(default_factory=dict)  # environment.args
-    context: int = 0  # the most tokens of a prompt and its answer, which agents are told; 0: unknown
+    context: int = 0  # the most tokens of a prompt and its answer, for agents; 0: unknown
 
 
 def load_environment(name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return what makes an environment: a built-in one, one of a package, or the user's "module:name"."""
+    """Return a maker of environments: a built-in one, one of a package, or the user's "module:name"."""
     return GAMES[name].environment if name in GAMES else load_user_environment(name, args or {}, KEY)
 
 
 class Late(Exception):
-    """A call into the user's code has passed its deadline. str() says where it was."""
+    """A call into the user's code has passed its deadline. The text is the place where it was."""
 
 
 class Asking:
     """A rollout's way to the policy."""
 
-    def __init__(self, id: int, tell: Callable[[News], None]) -> None:
-        self._id, self._tell = id, tell
+    def __init__(self, id: int, report: Callable[[News], None]) -> None:
+        self._id, self._report = id, report
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._next, self._last = 0, PROMPT
         self._since = 0.0
         self.seconds = 0.0  # in which a turn or several were sampled
-        self.given_up = False  # no one answers
+        self.given_up = False  # asks are cancelled
         self.rollout: asyncio.Task[None] | None = None
 
     async def ask(
@@ -84,12 +83,12 @@ class Asking:
         if not self._waiting:
             self._since = time.monotonic()
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
-        self._tell(Ask(self._id, kept, new, most, turn, self._last if after is None else after, logprobs))
+        self._report(Ask(self._id, kept, new, most, turn, self._last if after is None else after, logprobs))
         try:
             answer = await waiting
         except asyncio.CancelledError:
             if self.rollout is None or not self.rollout.cancelling():  # else the whole rollout ends
-                self._tell(Dropped(self._id, turn))
+                self._report(Dropped(self._id, turn))
             raise
         finally:
             del self._waiting[turn]
@@ -100,7 +99,7 @@ class Asking:
         self._last = turn
         return Sampled(answer.tokens, answer.finish, turn, answer.logprobs)
 
-    def hear(self, answer: Answer) -> None:
+    def resolve(self, answer: Answer) -> None:
         waiting = self._waiting.get(answer.turn)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -117,11 +116,11 @@ class EpisodeLoop:
         self._threads = Threads(settings.concurrency)
         self._spans = Recorder()
         self._swallowed: set[int] = set()  # rollouts that continued after their cancellation
-        self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
+        self._asked_at: float | None = None  # when a callback was queued that the loop has not called yet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="user code", daemon=True)
         self._thread.start()
-        self._guest: GuestPython | None = None
+        self._external: ExternalPython | None = None
         self._endpoint: OpenAIEndpoint | None = None
         try:
             self._make = self._loaded()
@@ -139,7 +138,7 @@ class EpisodeLoop:
         """Number of rollouts that have ended, but whose code still runs, and has for a while: a function that is
         cancelled in mid-call may return soon."""
         own = self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
-        return own + (self._guest.report.stuck if self._guest is not None else 0)
+        return own + (self._external.report.stuck if self._external is not None else 0)
 
     def begin(self, begins: Sequence[Begin]) -> None:
         self._soon(lambda: [self._begin(each) for each in begins])
@@ -160,31 +159,31 @@ class EpisodeLoop:
         async def taken() -> Recorded:  # on the loop that records them
             return self._spans.take()
 
-        asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(taken(), self._loop))
+        taking = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(taken(), self._loop))
         with suppress(TimeoutError):
-            return await asyncio.wait_for(asked, SPANS_SECONDS)
+            return await asyncio.wait_for(taking, SPANS_SECONDS)
         return Recorded([])
 
     def look(self) -> Blocked | None:
-        """Return what blocks the loop, or that of environment.python, if it has given no sign of life for turn_seconds.
-        Call it now and then."""
-        if self._guest is not None:
-            report, dead = self._guest.report, self._guest.dead
+        """Return the rollout that blocks this loop, or the loop of environment.python, if it has not moved for
+        turn_seconds. Call it repeatedly."""
+        if self._external is not None:
+            report, dead = self._external.report, self._external.dead
             if dead or report.blocked >= self._limits.turn_seconds:
                 return Blocked(report.of, report.blocked, report.place, dead)
-        asked, now = self._asked_at, time.monotonic()
-        if asked is None:
+        queued_at, now = self._asked_at, time.monotonic()
+        if queued_at is None:
             self._asked_at = now
             self._soon(self._beat)
-        elif now - asked >= self._limits.turn_seconds:
+        elif now - queued_at >= self._limits.turn_seconds:
             task = asyncio.current_task(self._loop)
             id = int(task.get_name()) if task is not None and task.get_name().isdecimal() else None
-            return Blocked(id, now - asked, thread_place(self._thread.ident or 0))
+            return Blocked(id, now - queued_at, thread_place(self._thread.ident or 0))
         return None
 
     def close(self, seconds: float = 0.0) -> None:
-        """Cancel every rollout, and end the loop. Wait for that for at most `seconds`: the end of an interpreter that
-        does not wait destroys what is still pending."""
+        """Cancel every rollout, and end the loop. Wait at most `seconds` for it: the end of the interpreter destroys
+        pending tasks."""
         self._threads.close()
         self._soon(lambda: self._loop.create_task(self._end()))
         self._thread.join(seconds)
@@ -194,11 +193,11 @@ class EpisodeLoop:
         self._loop.close()
 
     def _loaded(self) -> Callable[..., Any]:
-        """Load what drives rollouts, in this Python or in environment.python."""
+        """Load the environment or the agent, in this Python or in environment.python."""
         settings = self._settings
         if settings.python:
             key = AGENT_KEY if settings.agent else KEY
-            start = GuestPython.start(
+            start = ExternalPython.start(
                 settings.python,
                 settings.name,
                 key=key,
@@ -206,8 +205,8 @@ class EpisodeLoop:
                 agent=settings.agent,
                 concurrency=settings.concurrency,
             )
-            self._guest = asyncio.run_coroutine_threadsafe(start, self._loop).result()
-            return self._guest.run if settings.agent else self._guest.make
+            self._external = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+            return self._external.run if settings.agent else self._external.make
         if settings.agent:
             return load_agent(settings.name, settings.args, AGENT_KEY)
         return load_environment(settings.name, settings.args)
@@ -223,16 +222,16 @@ class EpisodeLoop:
         rollouts = list(self._tasks.values())
         for task in rollouts:
             task.cancel()
-        if self._guest is not None and (self._guest.dead or self._guest.report.blocked):
-            await self._guest.close()  # no environment there would hear that it is closed
+        if self._external is not None and (self._external.dead or self._external.report.blocked):
+            await self._external.close()  # its environments cannot be closed
         if rollouts:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
         if self._endpoint is not None:
             await self._endpoint.close()
-        if self._guest is not None:
-            await self._guest.close()
-            if left := [task for task in rollouts if not task.done()]:  # they waited for the guest
-                await asyncio.wait(left, timeout=GRACE_SECONDS)
+        if self._external is not None:
+            await self._external.close()
+            if pending := [task for task in rollouts if not task.done()]:  # they waited for environment.python
+                await asyncio.wait(pending, timeout=GRACE_SECONDS)
         self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:
@@ -242,12 +241,12 @@ class EpisodeLoop:
     def _beat(self) -> None:
         self._asked_at = None
 
-    def _tell(self, news: News) -> None:
+    def _report(self, news: News) -> None:
         self._news.append(news)
         self._notify()
 
     def _begin(self, begin: Begin) -> None:
-        asking = self._asking[begin.id] = Asking(begin.id, self._tell)
+        asking = self._asking[begin.id] = Asking(begin.id, self._report)
         task = asking.rollout = self._loop.create_task(self._run(begin), name=str(begin.id))
         self._tasks[begin.id] = task
         overdue = self._loop.call_later(self._limits.rollout_seconds + GRACE_SECONDS, self._overdue, begin.id)
@@ -265,11 +264,11 @@ class EpisodeLoop:
         if (task := self._tasks.get(id)) is not None:
             self._swallowed.add(id)
             self._asking[id].given_up = True
-            self._tell(Ended(id, Outcome("timeout", error=f"it caught its cancellation: {task_place(task)}")))
+            self._report(Ended(id, Outcome("timeout", error=f"it caught its cancellation: {task_place(task)}")))
 
     def _resolve(self, answer: Answer) -> None:
         if (asking := self._asking.get(answer.id)) is not None:
-            asking.hear(answer)
+            asking.resolve(answer)
 
     async def _run(self, begin: Begin) -> None:
         threads.set(self._threads)
@@ -290,7 +289,7 @@ class EpisodeLoop:
             else:
                 outcome = Outcome("error", error=f"{type(error).__name__}: {error} ({error_place(error)})")
         if begin.id not in self._swallowed:
-            self._tell(Ended(begin.id, outcome))
+            self._report(Ended(begin.id, outcome))
 
     async def _play(self, begin: Begin) -> Outcome:
         began, asking = time.monotonic(), self._asking[begin.id]
@@ -312,7 +311,7 @@ class EpisodeLoop:
         if self._endpoint is not None:
             session = AgentSession(begin.prompt, self._renderer, self._limits, asking.ask)
             outcome = await self._endpoint.run_agent(self._make, name, str(begin.id), session, begin.prompt, begin.seed)
-        elif self._guest is None and not isinstance(self._make, type) and asynchronous(self._make):
+        elif self._external is None and not isinstance(self._make, type) and asynchronous(self._make):
             outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
         else:
             outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded, self._settings.args)

@@ -4,29 +4,31 @@
     step(reply) -> observation, reward, done, info      until done
     close()
 
-An environment is a class without constructor arguments, one instance per rollout. Its methods are async or plain. A
-plain method runs on a thread, so it may block; an async one must not block. A class without `step` is a set of tools:
-its public methods are what the policy may call, and its `get_reward()` scores the rollout when the policy answers
-without a call.
+An environment is a class, one instance per rollout. Its constructor and `reset` may also take prompt, answer and seed,
+by keyword; `close` is optional. Its methods are async or plain. A plain method runs on a thread, so it may block; an
+async one must not block. `tools`, a sequence of functions, is optional: calls are answered without `step`. A class
+without `step` is a set of tools: the policy may call its public methods, and its `get_reward()` scores the rollout when
+the policy answers without a call.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from titan_rl.agents.tools import ToolCall
+from titan_rl.agents.user_code import shortened
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Status
 from titan_rl.wire.types import Finish
 
 Observation = str | Message | Sequence[Message] | None
-"""What the policy reads next: text, one message or several. None or "": nothing."""
+"""Text, one message or several, which the policy reads next. None or "": nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said in one turn.
+    """One turn of the policy.
 
     >>> Reply("?347*862", [32, 10, 11, 14, 18, 15, 13, 9, 2], "stop")
     """
@@ -41,25 +43,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to a reply. `step` may return the plain tuple instead."""
+    """An environment's answer to a reply. `step` may return the plain tuple instead."""
 
     observation: Observation = None
-    reward: float | None = 0.0  # of this turn. None in the last turn: task.reward judges the rollout
+    reward: float | None = 0.0  # this turn's. None in the last turn: task.reward judges the rollout
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     """Its numbers are summed over the rollout and logged. "rewards" may be a mapping with the reward's components."""
     status: Status = "completed"  # why the rollout ended, if it is done
-
-
-class Environment(Protocol):
-    """`reset` and a constructor may also take prompt, answer and seed, by keyword. `tools`, a sequence of functions, is
-    optional: their calls are answered without `step`."""
-
-    def reset(self, row: Mapping[str, Any]) -> Any: ...  # an Observation, appended to the task's prompt
-
-    def step(self, reply: Reply) -> Any: ...  # a Step or its first four fields
-
-    def close(self) -> Any: ...  # optional
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ class Limits:
 
     max_turns: int
     max_tokens: int  # sampled and read after the prompt; 0: only the model's length
-    turn_seconds: float  # of one call into the user's code
+    turn_seconds: float  # longest call into the user's code
     rollout_seconds: float
 
 
@@ -81,16 +72,16 @@ class EpisodeOver(Exception):
 
 
 def as_step(found: object, name: str) -> Step:
-    """Return what `step` returned as a Step: a Step, the four values of one, or the five of Gymnasium."""
+    """Return the value of `step` as a Step: it is one, or has its first four fields, or Gymnasium's five."""
     if isinstance(found, tuple) and len(found) == 5:
         observation, reward, terminated, truncated, info = found
         found = (observation, reward, bool(terminated) or bool(truncated), info)
     if isinstance(found, tuple) and len(found) == 4:
         found = Step(*found)
     if not isinstance(found, Step):
-        raise TypeError(f"{name}: expected step to return (observation, reward, done, info), found {_shown(found)}")
+        raise TypeError(f"{name}: expected step to return (observation, reward, done, info), found {shortened(found)}")
     if not isinstance(found.info, Mapping):
-        raise TypeError(f"{name}: expected a mapping as the info of a step, found {_shown(found.info)}")
+        raise TypeError(f"{name}: expected a mapping as the info of a step, found {shortened(found.info)}")
     reward = None if found.reward is None else finite(found.reward, f"{name}: the reward of a step")
     return Step(found.observation, reward, bool(found.done), found.info, found.status)
 
@@ -100,22 +91,22 @@ def finite(value: Any, what: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{what}: expected a number, found {_shown(value)}") from error
+        raise TypeError(f"{what}: expected a number, found {shortened(value)}") from error
     if isinstance(value, str | bytes) or not math.isfinite(number):
-        raise ValueError(f"{what}: expected a finite number, found {_shown(value)}")
+        raise ValueError(f"{what}: expected a finite number, found {shortened(value)}")
     return number
 
 
-def messages_from(observation: Observation, role: str = "user") -> list[Message]:
-    """Return an observation as messages. Text becomes a message of `role`."""
+def messages_from(observation: Observation) -> list[Message]:
+    """Return an observation as messages. Text becomes a user's message."""
     if not observation:
         return []
     if isinstance(observation, str):
-        return [{"role": role, "content": observation}]
-    found = [observation] if isinstance(observation, Mapping) else list(observation)
-    if bad := [each for each in found if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
-        raise TypeError(f'observation: expected text or messages with a "role", found {_shown(bad[0])}')
-    return [dict(each) for each in found]
+        return [{"role": "user", "content": observation}]
+    messages = [observation] if isinstance(observation, Mapping) else list(observation)
+    if bad := [each for each in messages if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
+        raise TypeError(f'observation: expected text or messages with a "role", found {shortened(bad[0])}')
+    return [dict(each) for each in messages]
 
 
 def text_of(observation: Observation) -> str:
@@ -123,12 +114,3 @@ def text_of(observation: Observation) -> str:
     if isinstance(observation, str):
         return observation
     return "".join(str(message.get("content") or "") for message in messages_from(observation))
-
-
-Make = Callable[..., Any]
-"""Makes the environment of one rollout."""
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

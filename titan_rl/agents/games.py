@@ -12,11 +12,11 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Game:
     environment: Callable[[], Any]
-    count: int  # of all problems
+    count: int  # all problems
     row: Callable[[int], dict[str, Any]]  # the columns of a problem, by its number
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]
-    demonstration: Callable[[Row, int], list[tuple[str, str]]]  # (said, read next) by turn, for a row and a seed
+    demonstration: Callable[[Row, int], list[tuple[str, str]]]  # (text, text read next) by turn
     longest: int  # tokens of a demonstration
 
 

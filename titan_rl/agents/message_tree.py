@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_rl.agents.user_code import shortened
 from titan_rl.text.template import Message
 
-KEPT = ("role", "name", "tool_call_id", "reasoning_content")  # of a client's message, besides text and calls
+KEPT = ("role", "name", "tool_call_id", "reasoning_content")  # fields of a message, besides text and calls
 
 
 class BadMessage(ValueError):
-    """A request has a message that cannot be read. str() says what was expected and what was found."""
+    """A request has a message that cannot be read. The text names the expected and the actual value."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +47,13 @@ class MessageTree:
     def grow(self, node: Node, keys: Sequence[str], reply: str, turn: int, tokens: Sequence[int]) -> None:
         """Add a reply that was sampled after a node and the messages `keys`. The same tokens find their node again."""
         for key in keys:
-            found = node.children.setdefault(key, [])
-            if not found:
-                found.append(Node())
-            node = found[-1]
-        alike = node.children.setdefault(reply, [])
-        if not any(each.turn is not None and list(each.tokens) == list(tokens) for each in alike):
-            alike.append(Node(turn, tokens))
+            nodes = node.children.setdefault(key, [])
+            if not nodes:
+                nodes.append(Node())
+            node = nodes[-1]
+        siblings = node.children.setdefault(reply, [])
+        if not any(each.turn is not None and list(each.tokens) == list(tokens) for each in siblings):
+            siblings.append(Node(turn, tokens))
 
 
 def key_of(message: Message) -> str:
@@ -68,20 +69,20 @@ def digest(value: Any) -> str:
 
 
 def readable(messages: object) -> list[Message]:
-    """Return a request's messages with their text as one string. Raise BadMessage for what is not a conversation."""
+    """Return a request's messages with their text as one string. Raise BadMessage if they are no conversation."""
     if not isinstance(messages, list) or not messages:
-        raise BadMessage(f"messages: expected a list of at least one message, found {_short(messages)}")
+        raise BadMessage(f"messages: expected a list of at least one message, found {shortened(messages)}")
     return [_readable(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _readable(message: object, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadMessage(f'{where}: expected an object with a "role", found {_short(message)}')
-    found = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
-    found["content"] = _text(message.get("content"), where)
+        raise BadMessage(f'{where}: expected an object with a "role", found {shortened(message)}')
+    fields = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
+    fields["content"] = _text(message.get("content"), where)
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
-    return found
+        fields["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return fields
 
 
 def _text(content: object, where: str) -> str:
@@ -93,7 +94,7 @@ def _text(content: object, where: str) -> str:
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
-            raise BadMessage(f"{where}.content: expected text or parts with text, found {_short(part)}")
+            raise BadMessage(f"{where}.content: expected text or parts with text, found {shortened(part)}")
         texts.append(text)
     return "".join(texts)
 
@@ -101,7 +102,7 @@ def _text(content: object, where: str) -> str:
 def _call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadMessage(f"{where}.tool_calls: expected calls of a function with a name, found {_short(call)}")
+        raise BadMessage(f"{where}.tool_calls: expected calls of a function with a name, found {shortened(call)}")
     arguments = function.get("arguments")
     known = {"name": function["name"], "arguments": "{}" if arguments is None else arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": known}
@@ -114,8 +115,3 @@ def _canonical(arguments: object) -> object:
         except (ValueError, RecursionError):
             return arguments
     return arguments
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

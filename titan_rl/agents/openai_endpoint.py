@@ -3,8 +3,8 @@
     http://127.0.0.1:PORT/r/ROLLOUT/v1/{models,chat/completions,completions}
     http://127.0.0.1:PORT/r/ROLLOUT/inference/v1/generate      token ids in and out, as vLLM has it
 
-Each rollout has a URL and a key of its own, which open nothing else, and nothing once it has ended. Only the loopback
-device is listened on. How the policy samples is up to the run's config; a client may lower the number of tokens.
+Each rollout has its own URL and key, which open nothing else, and nothing once it has ended. Only the loopback device
+is listened on. How the policy samples is up to the run's config; a client may lower the number of tokens.
 """
 
 import hmac
@@ -30,7 +30,7 @@ from titan_rl.wire.types import Prompt
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-MOST_BYTES = 64 << 20  # of a request
+MOST_BYTES = 64 << 20  # request body
 WAITING_CONNECTIONS = 4096
 SHUTDOWN_SECONDS = 5.0
 
@@ -92,13 +92,15 @@ class OpenAIEndpoint:
             values = (prompt.row, prompt.text, prompt.answer, seed, *own)
             keywords = keywords_of(function, dict(zip(OFFERED, values, strict=True)), name)
             try:
-                found = await call_user(function, **keywords)
+                result = await call_user(function, **keywords)
             except Exception:
                 if session.refused is None:
                     raise
-                found = 0.0
+                result = 0.0
             status = session.refused or status
-        outcome = found if isinstance(found, Outcome) else scored(found, status, session, name)
+        outcome = (
+            result if isinstance(result, Outcome) else scored(result, status, session.turns, session.messages, name)
+        )
         return replace(outcome, metrics={**outcome.metrics, **session.metrics()})
 
     def _key(self, rollout: str) -> str:
@@ -164,8 +166,8 @@ class OpenAIEndpoint:
 
 
 def authorize(request: web.Request, key: str) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
+    scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(sent.strip().encode(errors="replace"), key.encode())
     if scheme.lower() != "bearer" or not right:
         raise Refused(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "expected the api_key that belongs to this URL")
 
@@ -198,12 +200,12 @@ def bad_request(message: str) -> Refused:
 
 def json_body(raw: bytes) -> Body:
     try:
-        found = orjson.loads(raw)
+        body = orjson.loads(raw)
     except ValueError as error:
         raise bad_request(f"expected a body in JSON, found {error}") from error
-    if not isinstance(found, dict):
-        raise bad_request(f"expected a JSON object as the body, found a {type(found).__name__}")
-    return found
+    if not isinstance(body, dict):
+        raise bad_request(f"expected a JSON object as the body, found a {type(body).__name__}")
+    return body
 
 
 def _positive(body: Body, name: str) -> int | None:
@@ -222,7 +224,7 @@ async def replied(request: web.Request, body: Body, reply: Any, chunks: list[Any
 
 
 async def _streamed(request: web.Request, chunks: list[Any]) -> web.StreamResponse:
-    """Send the chunks as server-sent events. They are whole already: an error before them has a status of its own."""
+    """Send the chunks as server-sent events. They are whole already: an earlier error has its own status."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for chunk in chunks:

@@ -30,16 +30,16 @@ class OpenEnvSession:
         self._socket: Any = None
 
     async def reset(self, row: Mapping[str, Any], task_seed: int) -> str:
-        found = await self._ask("reset", {"seed": task_seed, **row, **self._args})
-        return shown(found.get("observation"))
+        answer = await self._ask("reset", {"seed": task_seed, **row, **self._args})
+        return shown(answer.get("observation"))
 
     async def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
         try:
             action = action_from(reply.text, self._action)
         except ValueError as error:
             return f"error: {error}", 0.0, False, {"unreadable": 1}
-        found = await self._ask("step", action)
-        return shown(found.get("observation")), found.get("reward") or 0.0, bool(found.get("done")), {}
+        answer = await self._ask("step", action)
+        return shown(answer.get("observation")), answer.get("reward") or 0.0, bool(answer.get("done")), {}
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -61,11 +61,11 @@ class OpenEnvSession:
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise ConnectionError(f"{self._url}: expected an answer to {kind!r}, found {message.type.name}")
         answer = json.loads(message.data)
-        found = answer.get("data") or {}
+        content = answer.get("data") or {}
         if answer.get("type") == "error":
-            said = f"{self._url}: {found.get('message')} ({found.get('code')})"
-            raise OpenEnvFull(said) if found.get("code") == "CAPACITY_REACHED" else RuntimeError(said)
-        return found
+            why = f"{self._url}: {content.get('message')} ({content.get('code')})"
+            raise OpenEnvFull(why) if content.get("code") == "CAPACITY_REACHED" else RuntimeError(why)
+        return content
 
 
 def openenv(url: str, args: Mapping[str, Any]) -> Callable[[], OpenEnvSession]:
@@ -82,8 +82,8 @@ def schema_of(url: str) -> Mapping[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/schema", timeout=SECONDS) as response:
-            found = json.load(response)
-        return found["action"]
+            schema = json.load(response)
+        return schema["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = getattr(error, "reason", error)
         raise ConnectionError(f"expected an OpenEnv server at {url}, found {type(error).__name__}: {why}") from error

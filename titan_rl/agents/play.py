@@ -7,7 +7,7 @@ play ── reset, step ──> environment        a user's rollout function
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titan_rl.agents.adapters import Conversation
 from titan_rl.agents.conversation import Renderer
@@ -15,7 +15,6 @@ from titan_rl.agents.environment_calls import make_environment, offered_by, rese
 from titan_rl.agents.episodes import (
     EpisodeOver,
     Limits,
-    Make,
     Observation,
     Reply,
     Step,
@@ -40,7 +39,7 @@ class Sampled(NamedTuple):
 
 
 Ask = Callable[[int, list[int], int | None], Awaitable[Sampled]]
-"""Samples after a context, given as a Delta, at most so many tokens. Raises EpisodeOver if nothing can be sampled."""
+"""Samples after a context, given as a Delta, at most a number of tokens. Raises EpisodeOver if a limit forbids it."""
 
 
 class Policy:
@@ -80,18 +79,8 @@ class Policy:
         return reply
 
 
-class Conducted(Protocol):
-    """What a rollout's code did so far: with a Policy, or through the endpoint."""
-
-    @property
-    def turns(self) -> int: ...
-
-    @property
-    def messages(self) -> Sequence[Message]: ...
-
-
 class Score:
-    """What the environment has said about a rollout so far."""
+    """The rewards and metrics of a rollout so far."""
 
     def __init__(self, *, judged: bool) -> None:
         """`judged`: task.reward judges the rollout, unless a turn is rewarded."""
@@ -110,15 +99,15 @@ class Score:
         self._judged, self._final = False, reward
         self._add(info)
 
-    def outcome(self, status: Status, policy: Conducted, tools: Toolbox | None = None) -> Outcome:
-        turns = [*self._turns, *[0.0] * (policy.turns - len(self._turns))]
-        if turns:
-            turns[-1] += self._final
+    def outcome(self, status: Status, turns: int, messages: Sequence[Message], tools: Toolbox | None = None) -> Outcome:
+        rewards = [*self._turns, *[0.0] * (turns - len(self._turns))]
+        if rewards:
+            rewards[-1] += self._final
         metrics = {**self._metrics, **(tools.metrics() if tools else {})}
         if self._judged:
-            return Outcome(status, None, dict(self._rewards), (), policy.messages, metrics)
+            return Outcome(status, None, dict(self._rewards), (), messages, metrics)
         reward = sum(self._turns) + self._final
-        return Outcome(status, reward, dict(self._rewards), turns, policy.messages, metrics)
+        return Outcome(status, reward, dict(self._rewards), rewards, messages, metrics)
 
     def _add(self, info: Mapping[str, Any]) -> None:
         for name, value in info.items():
@@ -130,7 +119,7 @@ class Score:
 
 
 async def play(
-    make: Make,
+    make: Callable[..., Any],
     name: str,
     policy: Policy,
     prompt: Prompt,
@@ -139,7 +128,7 @@ async def play(
     args: Mapping[str, Any] = NOTHING,
 ) -> Outcome:
     """Play one rollout in the environment that `make` returns. `bounded` runs one call into the user's code. `args` are
-    those of the config."""
+    environment.args."""
     offered = offered_by(prompt.row, prompt.text, prompt.answer, seed, prompt.messages, prompt.id)
     environment = await bounded(make_environment(make, name, offered, args))
     score = Score(judged=not hasattr(environment, "step"))
@@ -159,28 +148,28 @@ async def play(
     finally:
         if hasattr(environment, "close"):
             await bounded(call_user(environment.close))
-    return score.outcome(status, policy, tools)
+    return score.outcome(status, policy.turns, policy.messages, tools)
 
 
-async def roll_out(function: Make, name: str, policy: Policy, prompt: Prompt, seed: int) -> Outcome:
+async def roll_out(function: Callable[..., Any], name: str, policy: Policy, prompt: Prompt, seed: int) -> Outcome:
     """Run the user's `async def rollout(policy, row) -> reward | {"reward": reward, **info} | Outcome | None`. One that
     lets EpisodeOver pass has reward 0."""
     offered = {"policy": policy, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
     status: Status = "completed"
     try:
-        found = await call_user(function, **keywords_of(function, offered, name))
+        result = await call_user(function, **keywords_of(function, offered, name))
     except EpisodeOver as over:
-        found, status = 0.0, over.status
-    return found if isinstance(found, Outcome) else scored(found, status, policy, name)
+        result, status = 0.0, over.status
+    return result if isinstance(result, Outcome) else scored(result, status, policy.turns, policy.messages, name)
 
 
-def scored(found: object, status: Status, policy: Conducted, name: str) -> Outcome:
+def scored(result: object, status: Status, turns: int, messages: Sequence[Message], name: str) -> Outcome:
     """Return the outcome that a function means by a reward, {"reward": reward, **info}, or None."""
     score = Score(judged=True)
-    info = found if isinstance(found, Mapping) else {"reward": found}
+    info = result if isinstance(result, Mapping) else {"reward": result}
     if info.get("reward") is not None:
         score.final(finite(info["reward"], name), {key: value for key, value in info.items() if key != "reward"})
-    return score.outcome(status, policy)
+    return score.outcome(status, turns, messages)
 
 
 Bounded = Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -195,6 +184,6 @@ async def _answer(environment: Any, tools: Toolbox, reply: Reply, name: str) -> 
         return Step([{"role": "user", "content": f"error: {reply.problem}"}], reward)
     if reply.calls and tools:
         answers = [(call, await tools.call(call)) for call in reply.calls]
-        named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": found} for c, found in answers]
+        named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c, text in answers]
         return Step(named, reward)
     return as_step(await call_user(environment.step, reply), name) if stepped else Step(reward=None, done=True)

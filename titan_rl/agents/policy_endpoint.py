@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server for anybody's client: each request is a conversation of its own.
+"""The OpenAI-compatible server for any client: each request is a new conversation.
 
     http://HOST:PORT/v1/{models,chat/completions,completions}      http://HOST:PORT/inference/v1/generate
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from titan_rl.agents.agent_session import AgentSession, Asks, Refused, Said, Wish
+from titan_rl.agents.agent_session import AgentSession, Asks, Refused, ServedTurn, Wish
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.openai_endpoint import Answers, Body, OpenAIEndpoint, authorize, bad_request, json_body, replied
@@ -29,7 +29,7 @@ from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Req
 
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
-MOST_KEPT = 2**20  # of top_k; 0 and -1: all
+MOST_KEPT = 2**20  # largest top_k; 0 and -1: all
 NO_LIMITS = Limits(max_turns=1 << 30, max_tokens=0, turn_seconds=0, rollout_seconds=0)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
 }
-"""What a client may send only with a value that changes nothing."""
+"""Fields that a client may send only with a value that changes nothing."""
 
 
 class PolicyEndpoint(OpenAIEndpoint):
@@ -49,7 +49,7 @@ class PolicyEndpoint(OpenAIEndpoint):
     def __init__(
         self, generators: Generates, renderer: Renderer, *, key: str, sampling: Sampling, context: int, model: str
     ) -> None:
-        """`sampling` is what a client does not choose; `context` is the most tokens of a prompt and its answer."""
+        """`sampling` applies where a client chooses nothing; `context` limits the tokens of a prompt and its answer."""
         super().__init__(model, context)
         self._generators, self._renderer, self._access = generators, renderer, key
         self._sampling, self._context = sampling, context
@@ -69,8 +69,8 @@ class PolicyEndpoint(OpenAIEndpoint):
             if len(each) > MOST_ANSWERS:
                 raise bad_request(f"n, prompt: expected at most {MOST_ANSWERS} answers, found {len(each)}")
             sessions = [self._fresh(sampling, seed + i, stops) for i in range(len(each))]
-            found = await asyncio.gather(*map(answers, sessions, each))
-            return await replied(request, body, *together(found))
+            replies = await asyncio.gather(*map(answers, sessions, each))
+            return await replied(request, body, *together(replies))
 
         return handled
 
@@ -111,20 +111,22 @@ class PolicyEndpoint(OpenAIEndpoint):
             number, most = next(self._numbers), min(most or sampling.max_new_tokens, room)
             limited = replace(sampling, max_new_tokens=most, scores_context=scores)
             try:
-                (found,) = await self._generators.generate(Request(f"serve-{number}", tokens, [seed % 2**31], limited))
+                (completion,) = await self._generators.generate(
+                    Request(f"serve-{number}", tokens, [seed % 2**31], limited)
+                )
             except RequestRefused as error:
                 raise Refused(HTTPStatus.BAD_REQUEST, "invalid_request", str(error)) from error
-            return number, found
+            return number, completion
 
         async def ask(
             kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
         ) -> Sampled:
-            number, found = await generated([*opening[:kept], *new], most)
-            return Sampled(found.tokens, found.finish, number, found.logprobs if logprobs else ())
+            number, completion = await generated([*opening[:kept], *new], most)
+            return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
 
         async def score(tokens: list[int], most: int | None) -> tuple[Sampled, list[ContextScore]]:
-            number, found = await generated(tokens, most, scores=True)
-            return Sampled(found.tokens, found.finish, number, found.logprobs), found.context
+            number, completion = await generated(tokens, most, scores=True)
+            return Sampled(completion.tokens, completion.finish, number, completion.logprobs), completion.context
 
         return OneAnswer(Prompt(0, "", opening, ""), self._renderer, ask, score, stops)
 
@@ -141,18 +143,18 @@ class PolicyEndpoint(OpenAIEndpoint):
         most = body.get("max_tokens")
         if most is not None and (type(most) is not int or most < 0):
             raise bad_request(f"max_tokens: expected an integer of at least 0 with echo, found {most!r}")
-        said, scores = await session.echo(prompt := body.get("prompt"), most)
-        reply, _ = self._replies.text(said, session.tokenizer, {**body, "logprobs": None})
+        served, scores = await session.echo(prompt := body.get("prompt"), most)
+        reply, _ = self._replies.text(served, session.tokenizer, {**body, "logprobs": None})
         (choice,) = reply["choices"]
-        read = prompt if isinstance(prompt, str) else session.tokenizer.decode(said.context, skip_special=False)
-        choice["text"] = read + said.text
+        read = prompt if isinstance(prompt, str) else session.tokenizer.decode(served.context, skip_special=False)
+        choice["text"] = read + served.text
         if given is not None:
-            choice["logprobs"] = echoed(said, scores, session.tokenizer)
+            choice["logprobs"] = echoed(served, scores, session.tokenizer)
         return reply, []
 
 
 Scores = Callable[[list[int], int | None], Awaitable[tuple[Sampled, list[ContextScore]]]]
-"""Samples after these tokens, at most so many, and scores them from the second on."""
+"""Samples after these tokens, at most a number of them, and scores the read tokens from the second on."""
 
 
 class OneAnswer(AgentSession):
@@ -162,8 +164,8 @@ class OneAnswer(AgentSession):
         super().__init__(prompt, renderer, NO_LIMITS, ask)
         self._score, self._stops = score, stops
 
-    async def echo(self, prompt: Any, most: int | None) -> tuple[Said, list[ContextScore]]:
-        """Continue a text or tokens by at most so many tokens (None: as configured), and score what was read."""
+    async def echo(self, prompt: Any, most: int | None) -> tuple[ServedTurn, list[ContextScore]]:
+        """Continue a text or tokens by at most `most` tokens (None: as configured), and score the prompt."""
         size = self.tokenizer.size
         tokens = (
             [*self.tokenizer.opening, *self.tokenizer.encode_outside(prompt)] if isinstance(prompt, str) else prompt
@@ -177,36 +179,36 @@ class OneAnswer(AgentSession):
             raise self._over(error.status, f"a context of {len(tokens)} tokens cannot be sampled") from error
         if most == 0:
             sampled = sampled._replace(tokens=[], logprobs=(), finish="length")
-        return self._cut(Said(tokens, sampled, self.tokenizer.decode(sampled.tokens), {})), scores
+        return self._cut(ServedTurn(tokens, sampled, self.tokenizer.decode(sampled.tokens), {})), scores
 
-    async def complete(self, prompt: str, wish: Wish) -> Said:
+    async def complete(self, prompt: str, wish: Wish) -> ServedTurn:
         return self._cut(await super().complete(prompt, wish))
 
-    async def generate(self, tokens: Sequence[int], wish: Wish) -> Said:
+    async def generate(self, tokens: Sequence[int], wish: Wish) -> ServedTurn:
         return self._cut(await super().generate(tokens, wish))
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> Said:
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> ServedTurn:
         return self._cut(await super().chat(messages, tools, wish))
 
-    def _cut(self, said: Said) -> Said:
-        """Return what was said up to the first stop. The tokens and their log-probs stay whole."""
-        text, message = first_part(said.text, self._stops), dict(said.message)
+    def _cut(self, served: ServedTurn) -> ServedTurn:
+        """Return the answer up to the first stop. The tokens and their log-probs stay whole."""
+        text, message = first_part(served.text, self._stops), dict(served.message)
         if isinstance(content := message.get("content"), str):
             message["content"] = first_part(content, self._stops)
-        if (text, message) == (said.text, said.message):
-            return said
-        return said._replace(text=text, message=message, sampled=said.sampled._replace(finish="stop"))
+        if (text, message) == (served.text, served.message):
+            return served
+        return served._replace(text=text, message=message, sampled=served.sampled._replace(finish="stop"))
 
 
 def first_part(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-def echoed(said: Said, scores: Sequence[ContextScore], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return the log-probs of a prompt and its answer. The first token has none. The most likely token is known of what
-    was read only."""
-    names = [tokenizer.decode([token], skip_special=False) for token in (*said.context, *said.sampled.tokens)]
-    own = [score.logprob for score in scores] + list(said.sampled.logprobs)
+def echoed(served: ServedTurn, scores: Sequence[ContextScore], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return the log-probs of a prompt and its answer. The first token has none. The most likely token is known in the
+    prompt only."""
+    names = [tokenizer.decode([token], skip_special=False) for token in (*served.context, *served.sampled.tokens)]
+    own = [score.logprob for score in scores] + list(served.sampled.logprobs)
     top: list[dict[str, float]] = [{name: p} for name, p in zip(names[1:], own, strict=True)]
     for each, score in zip(top, scores, strict=False):
         each[tokenizer.decode([score.best], skip_special=False)] = score.best_logprob

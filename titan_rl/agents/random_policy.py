@@ -1,4 +1,4 @@
-"""A policy that needs no model: it says random tokens, words that it has read, numbers, and calls of its tools."""
+"""A policy without a model: it samples random tokens, words of its context, numbers, and calls of its tools."""
 
 import json
 import re
@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.text.chat import common_length
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
-RECENT = 400  # characters of what it has read
+RECENT = 400  # last characters of the context, whose words it repeats
 MOST_WORDS = 4
 EXAMPLES: dict[str, Any] = {"string": "a", "integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
 
 
 class RandomPolicy:
-    """Answers requests as generators do. A seed says the same after the same context."""
+    """Answers requests as generators do. The same seed gives the same answer after the same context."""
 
     def __init__(self, tokenizer: TextTokenizer, *, chat: bool) -> None:
         self._tokenizer, self._chat = tokenizer, chat
@@ -28,12 +29,12 @@ class RandomPolicy:
     def _completion(self, request: Request, seed: int) -> Completion:
         draws, most = np.random.Generator(np.random.PCG64(seed)), request.sampling.max_new_tokens
         read = self._tokenizer.decode(request.tokens, skip_special=False)
-        said = [*self._said(read, draws), self._tokenizer.eos]
-        tokens = said[:most]
-        finish = "stop" if len(said) <= most else "length"
+        sampled = [*self._draw(read, draws), self._tokenizer.eos]
+        tokens = sampled[:most]
+        finish = "stop" if len(sampled) <= most else "length"
         return Completion(tokens, [-float(np.log(self._tokenizer.size))] * len(tokens), [0] * len(tokens), finish)
 
-    def _said(self, read: str, draws: np.random.Generator) -> list[int]:
+    def _draw(self, read: str, draws: np.random.Generator) -> list[int]:
         tools = tools_in(read) if self._chat else []
         match int(draws.integers(4 if tools else 3)):
             case 0:
@@ -50,24 +51,24 @@ class RandomPolicy:
         kinds = (tool.get("parameters") or {}).get("properties") or {}
         arguments = {name: EXAMPLES.get(kind.get("type", ""), "a") for name, kind in kinds.items()}
         call = {"id": "call_0", "type": "function", "function": {"name": tool["name"], "arguments": arguments}}
-        chat, asked = self._tokenizer.chat, [{"role": "user", "content": "a"}]
-        said = chat.outside.encode(
-            chat.render([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], opened=False)
+        chat, question = self._tokenizer.chat, [{"role": "user", "content": "a"}]
+        tokens = chat.outside.encode(
+            chat.render([*question, {"role": "assistant", "content": "", "tool_calls": [call]}], opened=False)
         )
-        before = chat.prompt(asked)
-        written = said[next((i for i, (a, b) in enumerate(zip(before, said, strict=False)) if a != b), len(before)) :]
+        before = chat.prompt(question)
+        written = tokens[common_length(before, tokens) :]
         ends = [i for i, token in enumerate(written) if token in chat.eos_ids]
         return written[: ends[0]] if ends else written
 
 
 def tools_in(text: str) -> list[dict[str, Any]]:
     """Return the functions whose schemas a prompt shows as JSON."""
-    decoder, found = json.JSONDecoder(), []
+    decoder, tools = json.JSONDecoder(), []
     for at in re.finditer(r'\{"type": ?"function"', text):
         try:
             tool = decoder.raw_decode(text, at.start())[0]["function"]
         except (ValueError, KeyError, TypeError):
             continue
         if isinstance(tool, dict) and isinstance(tool.get("name"), str):
-            found.append(tool)
-    return found
+            tools.append(tool)
+    return tools

@@ -8,7 +8,7 @@
             b: The second one.
         '''
 
-A call that cannot be made, or that raises, is an observation: the policy reads what was wrong.
+A call that cannot be made, or that raises, is an observation: the policy reads the error.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from titan_rl.agents.user_code import call_user
+from titan_rl.agents.user_code import call_user, shortened
 from titan_rl.sandbox.execution import SandboxRefused
 
 Schema = dict[str, Any]
@@ -41,7 +41,7 @@ class ToolCall:
 
 
 class ToolFailed(Exception):
-    """A call that was not answered. str() is what the policy reads."""
+    """A call that was not answered. The policy reads the text."""
 
 
 class Toolbox:
@@ -58,7 +58,7 @@ class Toolbox:
         return bool(self._tools)
 
     async def call(self, call: ToolCall) -> str:
-        """Return the result as text; what was wrong if there is none."""
+        """Return the result as text, or the error."""
         try:
             return await self.result(call)
         except ToolFailed as error:
@@ -75,12 +75,12 @@ class Toolbox:
             if problems := list(check_arguments(self._parameters[name], call.arguments)):
                 raise ToolFailed(f"{name}: {'; '.join(problems)}")
             try:
-                found = await call_user(self._tools[name], **call.arguments)
+                result = await call_user(self._tools[name], **call.arguments)
             except SandboxRefused:
                 raise  # no fault of the policy
             except Exception as error:
                 raise ToolFailed(f"{name}: {type(error).__name__}: {error}") from error
-            return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except ToolFailed:
             self._counts[f"tools/{name}/failures"] += 1
             raise
@@ -136,9 +136,9 @@ def type_schema(hint: Any) -> Schema:
 
 
 def check_arguments(parameters: Schema, arguments: object) -> Iterable[str]:
-    """Yield what is wrong with the arguments of a call."""
+    """Yield each problem of the arguments of a call."""
     if not isinstance(arguments, Mapping):
-        yield f"expected an object of arguments, found {_shown(arguments)}"
+        yield f"expected an object of arguments, found {shortened(arguments)}"
         return
     known = parameters["properties"]
     for name in parameters["required"]:
@@ -148,7 +148,7 @@ def check_arguments(parameters: Schema, arguments: object) -> Iterable[str]:
         if name not in known:
             yield f"expected the arguments {', '.join(known) or 'none'}, found {name}"
         elif not fits(known[name], value):
-            yield f"{name}: expected {_expected(known[name])}, found {_shown(value)}"
+            yield f"{name}: expected {_expected(known[name])}, found {shortened(value)}"
 
 
 def fits(kind: Schema, value: object) -> bool:
@@ -182,11 +182,6 @@ def _expected(kind: Schema) -> str:
         return "one of " + ", ".join(map(repr, kind["enum"]))
     name = kind.get("type", "any value")
     return f"an array of which each is {_expected(kind['items'])}" if kind.get("items") else str(name)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _documented(doc: str) -> tuple[str, dict[str, str]]:

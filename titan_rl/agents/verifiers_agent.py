@@ -30,8 +30,8 @@ serve_env(max_workers=1, address=sys.argv[1], config_data=json.loads(sys.argv[2]
 """It ends, and its socket's folder with it, when the pipe to the process that started it does."""
 START_SECONDS = 300.0
 SEAT: Mapping[str, Any] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-"""Of each seat, unless environment.args say otherwise: its program runs on this machine, and talks in chat completions,
-the only dialect whose tokens verifiers trains on."""
+"""Default settings of each seat: its program runs here, and asks for chat completions, the only dialect whose tokens
+verifiers trains on."""
 
 
 class EpisodeFailed(Exception):

@@ -36,7 +36,7 @@ from titan_rl.record.terminal import open_console
 from titan_rl.wire.failpoints import FaultOrder, give
 
 HELD, BROKEN, USAGE, STOPPED = 0, 1, 2, 130
-DEFAULTS = {  # of the run; the command line overrides them
+DEFAULTS = {  # the run's keys; the command line overrides them
     "job.fresh": "true",
     "fault.max_restarts": "1000000",
     "fault.max_failed_saves": "1000000",
@@ -47,7 +47,7 @@ DEFAULTS = {  # of the run; the command line overrides them
     "algorithm.max_dead_steps": "0",
 }
 PATIENCE = 180.0
-LAST_LINES = 20  # of the run's output, shown if the run failed
+LAST_LINES = 20  # lines of output that are shown if the run failed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,8 +139,8 @@ class Chaos:
         if options.baseline:
             self._say("baseline: the same run without faults")
             folder = self._folder.with_name(f"{self._folder.name}.baseline")
-            if ended := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
-                self._say(ended)
+            if why_early := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
+                self._say(why_early)
                 return BROKEN
             findings.facts["baseline held-out score"] = summary(folder).get("final_eval")
             findings.facts["baseline seconds"] = round(summary(folder).get("wall_seconds", 0.0), 1)
@@ -172,10 +172,10 @@ class Chaos:
         with tempfile.TemporaryDirectory(prefix="titan_rl-chaos-") as orders:
             run = ChaosRun(argv, folder, Path(orders), self._options.patience)
             try:
-                ended = asyncio.run(self._follow_run(run, count))
+                why_early = asyncio.run(self._follow_run(run, count))
                 failed = run.ended and run.process.returncode != 0
             finally:
-                left = run.end()
+                outlived = run.end()
                 if folder.is_dir():
                     shutil.copy(run.log, folder / "chaos.log")
             if failed:
@@ -183,15 +183,15 @@ class Chaos:
                 if run.process.returncode == USAGE:
                     raise SystemExit(USAGE)
             if count:
-                self.findings.audits = audits(run, shared, left)
+                self.findings.audits = audits(run, shared, outlived)
             elif failed:
-                ended = f"the run without faults failed: exit code {run.process.returncode}"
-            return ended
+                why_early = f"the run without faults failed: exit code {run.process.returncode}"
+            return why_early
 
     async def _follow_run(self, run: ChaosRun, count: int) -> str:
         """Inject the faults and wait for the end of the run. Return why the run or the faults ended early, or ""."""
         following = asyncio.create_task(run.follow())
-        ended = ""
+        why_early = ""
         try:
             await run.until("the first step", lambda: run.healthy)
             if self._options.pace:
@@ -201,7 +201,7 @@ class Chaos:
                 await self._inject_all(run, count)
             await run.until("the end of the run", lambda: run.ended)
         except RunStuck as stuck:
-            ended = str(stuck)
+            why_early = str(stuck)
         except RunEnded:
             pass
         finally:
@@ -210,9 +210,9 @@ class Chaos:
                 await following
         run.read_files()
         reached = len(self.findings.outcomes)
-        if not ended and run.process.returncode == 0 and count and reached < count:
-            ended = f"the run ended after {reached} of {count} faults: raise --training.steps or --pace"
-        return ended
+        if not why_early and run.process.returncode == 0 and count and reached < count:
+            why_early = f"the run ended after {reached} of {count} faults: raise --training.steps or --pace"
+        return why_early
 
     async def _inject_all(self, run: ChaosRun, count: int) -> None:
         every = cases(run.ranks, self._only)

@@ -20,8 +20,8 @@ from titan_rl.chaos.subject import END_SECONDS, ChaosRun
 from titan_rl.record.ledger import events
 from titan_rl.record.lines import whole_lines
 
-FREEZE = 1.5  # of fault.hang_seconds
-LOG_ROOM = 8192  # bytes, for what the run says of the full disk
+FREEZE = 1.5  # times fault.hang_seconds
+LOG_ROOM = 8192  # bytes that the log may grow by, for the error of the full disk
 EXIT_SECONDS = 60.0  # for a controller to end: the grace of a stop, and some
 REFUSED, STOPPED, FAILED = 2, 130, 1
 
@@ -54,10 +54,10 @@ async def fill_disk(run: ChaosRun, outcome: Outcome) -> None:
     _, hard = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.log.stat().st_size + LOG_ROOM, hard))
     await _started_again(run, outcome, FAILED, saves=False)
-    told = [line.text for line in run.output if line.time >= outcome.injected]
-    if not any("File too large" in text for text in told):
+    lines = [line.text for line in run.output if line.time >= outcome.injected]
+    if not any("File too large" in text for text in lines):
         outcome.wrong.append("expected an error with the system's reason, 'File too large'; found none")
-    if any(text.startswith("Traceback (most recent call last)") for text in told):
+    if any(text.startswith("Traceback (most recent call last)") for text in lines):
         outcome.wrong.append("the run ended with a traceback")
 
 

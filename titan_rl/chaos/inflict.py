@@ -1,4 +1,4 @@
-"""How each fault of a rank is injected. controller_faults.py has those of the controller."""
+"""Injects each fault of a rank. controller_faults.py injects the faults of the controller."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from titan_rl.chaos.schedule import Fault, Kind, role_of
 from titan_rl.chaos.subject import ChaosRun
 from titan_rl.wire.failpoints import FaultOrder, give
 
-BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # of fault.hang_seconds
+BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # BURST: times fault.hang_seconds
 FOREVER = 1e9
 HOLD_SECONDS = 1.5  # readers wait this long before they read, while the staged weights are damaged
 FULL_SECONDS = 1.0  # the disk stays full this long after the failure is detected
@@ -88,8 +88,8 @@ async def _poison(run: ChaosRun, outcome: Outcome) -> None:
 async def _damage_staged(run: ChaosRun, outcome: Outcome) -> None:
     """Damage what a trainer rank has packed and checksummed, before any generator reads it."""
     readers = [rank for rank in run.ranks if role_of(rank) == "generator"]
-    held = FaultOrder("wait", HOLD_SECONDS)
-    await asyncio.gather(*(_obeyed(run, rank, "read", held) for rank in readers))
+    delay = FaultOrder("wait", HOLD_SECONDS)
+    await asyncio.gather(*(_obeyed(run, rank, "read", delay) for rank in readers))
     outcome.injected = time.time()
     _damage_staging(run.ranks[outcome.fault.victim])
     await continued(run, outcome)
@@ -105,8 +105,8 @@ async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
     failed = re.compile(r"the checkpoint of step (\d+) failed")
 
     def reported() -> re.Match[str] | None:
-        found = (failed.search(line.text) for line in run.output if line.time > outcome.injected)
-        return next((match for match in found if match), None)
+        matches = (failed.search(line.text) for line in run.output if line.time > outcome.injected)
+        return next((match for match in matches if match), None)
 
     try:
         detected = await run.until(
@@ -129,11 +129,11 @@ async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
 
 async def _obeyed(run: ChaosRun, rank: str, point: str, order: FaultOrder) -> float:
     """Give an order, block until the failpoint carries it out, and return that time."""
-    given = time.time()
+    ordered_at = time.time()
     give(run.orders, rank, point, order)
 
     def hits() -> list[float]:
-        return [hit.time for hit in run.hits if (hit.rank, hit.point) == (rank, point) and hit.time >= given]
+        return [hit.time for hit in run.hits if (hit.rank, hit.point) == (rank, point) and hit.time >= ordered_at]
 
     await run.until(f"{rank} to reach {point}", hits)
     return hits()[0]
@@ -157,9 +157,9 @@ def _snapshot_size(controller: int, mesh: str) -> int:
 
 def _memory(pid: int, name: str) -> list[Path]:
     """Return the memory files with this name that a process has open."""
-    found = []
+    files = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(fd).startswith(f"/memfd:{name} "):
-                found.append(fd)
-    return found
+                files.append(fd)
+    return files

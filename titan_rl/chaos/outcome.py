@@ -1,4 +1,4 @@
-"""What came of a fault: when the run noticed it, when it had recovered, and what it did wrong.
+"""The outcome of a fault: when the run noticed it, when it had recovered, and its mistakes.
 
 injected ── detected: an incident or a failed save is reported ── recovered: every rank is up and training continues
          └─ not detected: faults that must heal silently ──────── recovered: the next step is reached
@@ -39,14 +39,14 @@ async def replaced(run: ChaosRun, outcome: Outcome, pid: int) -> None:
         return up and run.ranks.get(victim, pid) != pid
 
     await run.until(f"{victim} to be back", back)
-    found = caused_by(run, outcome)
-    outcome.recovered = max(incident.end for incident in found) - since
-    outcome.blamed = ", ".join(dict.fromkeys(incident.role for incident in found))
-    outcome.steps = sum(incident.redone for incident in found)
-    outcome.samples = sum(incident.resampled for incident in found)
-    outcome.wrong += [f"{incident.role} was given up" for incident in found if incident.outcome == "given up"]
-    if outcome.fault.mesh not in [incident.role for incident in found]:
-        outcome.wrong.append(f"{outcome.blamed} was blamed: {found[0].reason}")
+    incidents = caused_by(run, outcome)
+    outcome.recovered = max(incident.end for incident in incidents) - since
+    outcome.blamed = ", ".join(dict.fromkeys(incident.role for incident in incidents))
+    outcome.steps = sum(incident.redone for incident in incidents)
+    outcome.samples = sum(incident.resampled for incident in incidents)
+    outcome.wrong += [f"{incident.role} was given up" for incident in incidents if incident.outcome == "given up"]
+    if outcome.fault.mesh not in [incident.role for incident in incidents]:
+        outcome.wrong.append(f"{outcome.blamed} was blamed: {incidents[0].reason}")
 
 
 async def continued(run: ChaosRun, outcome: Outcome) -> None:
@@ -58,15 +58,17 @@ async def continued(run: ChaosRun, outcome: Outcome) -> None:
 
 def check_not_replaced(run: ChaosRun, outcome: Outcome) -> None:
     """Report incidents as wrong, or only as a note if faults overlap: another fault may have caused them."""
-    found = [f"expected that no process is replaced, found: {incident.reason}" for incident in caused_by(run, outcome)]
+    reasons = [
+        f"expected that no process is replaced, found: {incident.reason}" for incident in caused_by(run, outcome)
+    ]
     if outcome.alone:
-        outcome.wrong += found
-    elif found:
-        outcome.note = found[0]
+        outcome.wrong += reasons
+    elif reasons:
+        outcome.note = reasons[0]
 
 
 def caused_by(run: ChaosRun, outcome: Outcome) -> list[Incident]:
-    """Return the incidents that the fault caused: all since its injection. If faults overlap, those of its mesh."""
+    """Return the incidents that the fault caused: all since its injection. If faults overlap: only its mesh's."""
     since = outcome.injected
     if outcome.alone:
         return [incident for incident in run.incidents if incident.time >= since]

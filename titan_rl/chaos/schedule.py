@@ -44,9 +44,9 @@ POINTS = {
     "critic": ("step", "scores"),
     "environment": ("begin", "take"),
 }
-TARGETS = ("controller", "group", "all")  # of a preemption's signal
+TARGETS = ("controller", "group", "all")  # processes that a preemption signals
 FROZEN_POINTS = ("scores",)
-"""Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""
+"""Failpoints at which an exception may be raised. Saving a checkpoint is none: "disk" is its fault."""
 FIRST, LAST = 0.05, 0.85  # share of the steps: the run must recover from the last fault before it ends
 DELAY_SECONDS = 0.3  # longest delay within the step
 
@@ -115,10 +115,10 @@ def eligible(steps: int) -> range:
 def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Collection[str] = ()) -> list[Fault]:
     """Return `count` faults at different steps. Every case is drawn once before any is drawn again."""
     rng = random.Random(derive(seed, "chaos"))
-    every, left, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
+    every, undrawn, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
     for step in sorted(rng.sample(eligible(steps), count)):
-        left = left or rng.sample(every, len(every))
-        kind, role = left.pop()
+        undrawn = undrawn or rng.sample(every, len(every))
+        kind, role = undrawn.pop()
         victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role) or [CONTROLLER])
         point = rng.choice(POINTS.get(role, FROZEN_POINTS)) if kind == "error" else ""
         point = rng.choice(TARGETS) if kind == "preempt" else point

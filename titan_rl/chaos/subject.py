@@ -37,7 +37,7 @@ class RunEnded(Exception):
 
 
 class RunStuck(Exception):
-    """The run made no progress for too long; str() says what was waited for."""
+    """The run made no progress for too long. The text names the awaited condition."""
 
 
 class Hit(NamedTuple):
@@ -55,15 +55,15 @@ class OutputLine(NamedTuple):
 
 
 class ChaosRun:
-    """`python -m titan_rl.run` in a process of its own, with failpoints armed by the folder `orders`."""
+    """A process with `python -m titan_rl.run`, whose failpoints are armed by the folder `orders`."""
 
     def __init__(self, argv: Sequence[str], folder: Path, orders: Path, patience: float) -> None:
         self.folder, self.orders, self.patience = folder, orders, patience
         self.log = orders / "run.log"
         self.command = [sys.executable, "-m", "titan_rl.run", *argv]
-        self.pids: list[int] = []  # of every controller that the run has had
+        self.pids: list[int] = []  # every controller so far
         self.process = self._start(self.command)
-        self.began = time.time()  # of the last controller
+        self.began = time.time()  # start of the last controller
         self.killed = False  # by this process, because the run did not end
         self.status: dict[str, Any] = {}
         self.incidents: list[Incident] = []
@@ -161,7 +161,7 @@ class ChaosRun:
     async def _ask_status(self) -> None:
         try:
             endpoint = self._endpoint or Endpoint.find(self.folder)
-            if endpoint.pid != self.process.pid:  # of an older run
+            if endpoint.pid != self.process.pid:  # an older run's socket
                 return
             self._endpoint = endpoint
             self.status = await asyncio.to_thread(endpoint.ask, "status", {}, ASK_SECONDS)
@@ -180,19 +180,19 @@ class ChaosRun:
 
     def processes(self) -> dict[int, str]:
         """Return the run's live processes, each with the name of the rank that it is or belongs to."""
-        found, forked = (
+        live, forked = (
             dict[int, str](),
             {pid: rank for rank, pid in self.ranks.items()},
-        )  # these look like their parent
+        )  # forks look like their parent
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it just ended, or belongs to another user
                 environment, rank = process.environ(), forked.get(process.pid, "")
                 if (rank or environment.get(failpoints.FOLDER) == str(self.orders)) and process.status() not in ENDED:
-                    found[process.pid] = rank or environment.get("TITAN_RL_PROC", "the controller")
-        return found
+                    live[process.pid] = rank or environment.get("TITAN_RL_PROC", "the controller")
+        return live
 
     def end(self) -> dict[int, str]:
-        """Kill what is left of the run, and return the processes that outlived its controller by END_SECONDS."""
+        """Kill the rest of the run, and return the processes that outlived its controller by END_SECONDS."""
         deadline = time.monotonic() + END_SECONDS
         if not self.ended:
             self.killed = True
@@ -201,9 +201,9 @@ class ChaosRun:
         if self.killed:
             for folder in self.socket_folders():
                 shutil.rmtree(folder, ignore_errors=True)
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while (outlived := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in left:
+        for pid in outlived:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return left
+        return outlived

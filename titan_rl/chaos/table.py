@@ -63,15 +63,15 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return a row per kind of fault and role: count, and median and maximum of the seconds."""
-    found: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        found[outcome.fault.kind, outcome.fault.role].append(outcome)
+        groups[outcome.fault.kind, outcome.fault.role].append(outcome)
     return [
         {"fault": kind, "role": role, "count": len(each), "held": sum(not o.wrong for o in each)}
         | _spread("detected", [o.detected for o in each])
         | _spread("recovered", [o.recovered for o in each])
         | {"steps_again": sum(o.steps for o in each), "samples_anew": sum(o.samples for o in each)}
-        for (kind, role), each in sorted(found.items())
+        for (kind, role), each in sorted(groups.items())
     ]
 
 

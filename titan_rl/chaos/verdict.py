@@ -1,4 +1,4 @@
-"""What must hold when a run has ended, whatever faults it had."""
+"""Audits a run that has ended, after any faults."""
 
 import json
 import statistics
@@ -25,23 +25,23 @@ def shared_memory() -> set[Path]:
     return {path for path in SHARED.iterdir() if path.is_file() and not path.name.startswith("sem.")}
 
 
-def audits(run: ChaosRun, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
+def audits(run: ChaosRun, shared: set[Path], outlived: dict[int, str]) -> dict[str, list[str]]:
     """Return the problems found by each check. `shared` are the names in shared memory before the run, `left` the
     processes that outlived it."""
-    found: dict[str, Iterable[str]] = {
+    checks: dict[str, Iterable[str]] = {
         "no prompt lost, none twice, none stale (titan_rl.audit)": audit(run.folder)[0],
         "trainer and generators agree on log-probs": _gaps(run.folder),
     }
     if not run.killed:
         code = run.process.returncode
-        found |= {
+        checks |= {
             "the run ended well": [f"expected exit code 0, found {code}"] if code else [],
             "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.open_incidents],
-            "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
+            "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in outlived.items()],
             "no shared memory is left": [f"{path} is left" for path in _leaked(shared)],
             "no sockets are left": [f"{folder} is left" for folder in run.socket_folders()],
         }
-    return {what: list(problems) for what, problems in found.items()}
+    return {what: list(problems) for what, problems in checks.items()}
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -71,6 +71,6 @@ def _leaked(shared: set[Path]) -> set[Path]:
         with suppress(OSError):
             text = maps.read_text(encoding="utf-8", errors="replace")
             new = {path for path in new if str(path) not in text}
-    while (left := {path for path in new if path.exists()}) and time.monotonic() < ends:
+    while (existing := {path for path in new if path.exists()}) and time.monotonic() < ends:
         time.sleep(0.1)
-    return left
+    return existing

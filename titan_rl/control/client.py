@@ -17,7 +17,7 @@ DONE, REFUSED, NOT_RUNNING = 0, 1, 2
 
 
 class RequestFailed(Exception):
-    """The request was refused or could not be answered; str() says why."""
+    """The request was refused or could not be answered. The text is the reason."""
 
     def __init__(self, why: str, code: int = REFUSED) -> None:
         super().__init__(why)
@@ -35,8 +35,8 @@ class Endpoint:
     @classmethod
     def find(cls, folder: Path) -> Self:
         try:
-            found = json.loads((folder / ANNOUNCEMENT).read_text())
-            endpoint, host = cls(folder, int(found["pid"]), Path(found["socket"])), found["host"]
+            announced = json.loads((folder / ANNOUNCEMENT).read_text())
+            endpoint, host = cls(folder, int(announced["pid"]), Path(announced["socket"])), announced["host"]
         except (OSError, ValueError, KeyError, TypeError):
             hint = "" if folder.is_dir() else ": there is no such folder"
             raise RequestFailed(f"no run is active in {folder}{hint}", NOT_RUNNING) from None
@@ -52,8 +52,8 @@ class Endpoint:
         """Return whether the run's process has a thread left. It looks like a zombie as soon as its first has ended."""
         try:
             process = psutil.Process(self.pid)
-            ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            return not ended or process.num_threads() > 1
+            is_zombie = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return not is_zombie or process.num_threads() > 1
         except psutil.Error:
             return False
 

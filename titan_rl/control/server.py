@@ -3,7 +3,7 @@
     ctl ── {"command": "scale", "arguments": {"generators": 3}} ──> Control ──> a coroutine of the run
         <──────────── {"answer": ...} or {"error": "..."} ───────────┘
 
-A connection carries one line of JSON each way. RUN/control.json says where the socket is while the run lasts. Every
+A connection carries one line of JSON each way. RUN/control.json has the path of the socket while the run lasts. Every
 request is answered with one line, and no request can fail the run.
 """
 
@@ -75,8 +75,8 @@ class Control:
             if json.loads(self._announcement.read_text())["pid"] == os.getpid():
                 self._announcement.unlink()
         self._server.close()
-        for asked in self._asked:
-            asked.cancel()
+        for request in self._asked:
+            request.cancel()
         if self._connections:
             await asyncio.wait(self._connections, timeout=LAST_SECONDS)
         self._path.unlink(missing_ok=True)
@@ -130,13 +130,13 @@ class Control:
             raise RequestRefused(f"{name}: {error}; it takes {takes}") from None
         if name not in self._questions:
             self._announce(" ".join(["asked to", name, *(f"{key}={value}" for key, value in arguments.items())]))
-        asked = asyncio.create_task(command(**arguments))
-        self._asked.add(asked)
-        asked.add_done_callback(self._asked.discard)
-        await asyncio.wait({asked})
-        if asked.cancelled():
+        task = asyncio.create_task(command(**arguments))
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        await asyncio.wait({task})
+        if task.cancelled():
             raise RequestRefused(f"the run ended before it could {name}")
-        return asked.result()
+        return task.result()
 
 
 @contextmanager

@@ -40,9 +40,9 @@ class Cpu:
     model: str
     architecture: str
     cores: int
-    usable: int  # of this process's affinity
+    usable: int  # in this process's affinity
     quota: float | None  # cores that the cgroup allows
-    flags: tuple[str, ...]  # of cpuinfo, only those about AVX and AMX
+    flags: tuple[str, ...]  # in cpuinfo, about AVX and AMX
 
     @property
     def capability(self) -> str:
@@ -53,7 +53,7 @@ class Cpu:
 class HostMemory:
     total: int  # bytes, as all sizes
     available: int
-    limit: int | None  # of the cgroup
+    limit: int | None  # the cgroup's
     used: int  # by the cgroup, without file caches
     shm: "Disk"
 
@@ -110,7 +110,7 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Facts:
     identity: dict[str, str]  # which titan_rl, which Python
-    environment: dict[str, str]  # those of VARIABLES that are set
+    environment: dict[str, str]  # the VARIABLES that are set
     packages: Packages
     cpu: Cpu
     memory: HostMemory
@@ -163,19 +163,19 @@ def gather_facts() -> Facts:
 
 
 def attempt(probe: Callable[[], object]) -> str:
-    """Return "" if `probe` works, else what it raised."""
+    """Return "" if `probe` works, else the error that it raised."""
     try:
         probe()
-    except Exception as error:  # whatever fails is what the report is about
+    except Exception as error:  # the report names any error
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def gather_cpu(host: dict[str, Any]) -> Cpu:
     flags = re.search(r"^(?:flags|Features)\s*: (.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
-    kept = tuple(sorted({flag for flag in flags[1].split() if flag.startswith(("avx", "amx"))})) if flags else ()
+    named = tuple(sorted({flag for flag in flags[1].split() if flag.startswith(("avx", "amx"))})) if flags else ()
     usable = len(os.sched_getaffinity(0))
-    return Cpu(host["cpu"], platform.machine(), host["cores"] or usable, usable, cpu_quota(), kept)
+    return Cpu(host["cpu"], platform.machine(), host["cores"] or usable, usable, cpu_quota(), named)
 
 
 def cgroup_file(controller: str, v1: str, v2: str) -> str:
@@ -185,8 +185,8 @@ def cgroup_file(controller: str, v1: str, v2: str) -> str:
     mount = Path("/sys/fs/cgroup")
     for folder, group, name in ((mount / controller, own.get(controller, ""), v1), (mount, own.get("", ""), v2)):
         for path in (folder / group / name, folder / name):
-            if found := text_of(path).strip():
-                return found
+            if text := text_of(path).strip():
+                return text
     return ""
 
 
@@ -273,12 +273,12 @@ def probe_child() -> tuple[str, str]:
         assert child.stdin
         assert child.stdout
         fd, address = [*child.stdout.readline().split(), "", ""][:2]
-        found = (
+        errors = (
             attempt(lambda: read_memory(child.pid, int(address))),
             attempt(lambda: os.close(os.open(f"/proc/{child.pid}/fd/{int(fd)}", os.O_RDWR))),
         )
         child.stdin.close()
-    return found
+    return errors
 
 
 def read_memory(pid: int, address: int) -> None:

@@ -11,7 +11,7 @@ from titan_rl.doctor.installed import ENGINES, Packages, Wanted, satisfies
 from titan_rl.doctor.machine_facts import Disk, Facts
 from titan_rl.doctor.verdicts import Problem, size
 
-SCHEMA = 1  # of the JSON: raised when a key disappears or changes its meaning
+SCHEMA = 1  # version of the JSON: raised when a key disappears or changes its meaning
 GOOD = "no problems found: a run on the CPU would work"
 MARKS = {"error": "✗", "warning": "!"}
 
@@ -112,7 +112,7 @@ def engines(packages: Packages) -> str:
 
 
 def others(packages: Packages) -> str:
-    """Say how many other packages fit, and name those that do not."""
+    """Count the other packages that fit, and name the others."""
     checked = [want for want in packages.wanted if want.name not in ENGINES and want.extra in ("", packages.engine)]
     wrong = [want for want in checked if not satisfies(packages.found.get(want.name, "missing"), want.spec)]
     fit = f"{len(checked) - len(wrong)} of {len(checked)} others as required"

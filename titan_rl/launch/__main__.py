@@ -21,14 +21,13 @@ from titan_rl.config.sections import Config, HostsSection
 from titan_rl.launch import sbatch
 from titan_rl.launch.cluster_api import find_cluster
 from titan_rl.launch.following import ENDED, SubmissionFailed, follow
-from titan_rl.launch.job import Job
+from titan_rl.launch.job import Job, check_submission
 from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
 from titan_rl.launch.manifests import as_yaml, manifests, tls_secret
 from titan_rl.launch.slurm_queue import SlurmJob, submit_script
-from titan_rl.launch.submission import check_submission
-from titan_rl.preflight.checks import checked_run
-from titan_rl.preflight.load import Arguments, Invocation, read
-from titan_rl.preflight.refusal import refuse
+from titan_rl.preflight.checks import judged
+from titan_rl.preflight.load import Arguments, Invocation, load, read
+from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.tiny import HOSTS
 from titan_rl.record.run_folder import FolderRefused, check_folder
 from titan_rl.record.run_lock import RunLock
@@ -71,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.launch",
         usage="python -m titan_rl.launch --config NAME|FILE --on SCHEDULER [--print] [--section.key VALUE ...]",
-        description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML says "
-        "what to ask the scheduler for, hosts.count how many nodes. The same command later follows the same job.",
+        description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML lists "
+        "the resources to request, hosts.count is the number of nodes. The same command later follows the same job.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
@@ -88,25 +87,29 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+@refusing
 def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     """Return the run, checked as --dry-run checks it. Exit with 2 after printing every problem. Its addresses are not
-    known yet: stand-ins are checked instead, and left out of what is returned."""
+    known yet: stand-ins are checked instead, and left out of the returned config."""
     argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
         hosts = wanted_hosts(read(argv), options.config)
-    also = partial(check_submission, on=options.on, prints=options.print)
-    argv += [*stand_ins(hosts.number), "--dry-run"]
-    invocation = checked_run(argv, also, partial(only_in_pods, options.on), submits=not options.print)
+    invocation = load([*argv, *stand_ins(hosts.number), "--dry-run"], submits=not options.print)
+    refused, warned = judged(invocation)
+    elsewhere = [text for text in refused if only_in_pods(options.on, invocation.config, text)]
+    problems = [*check_submission(invocation.config, on=options.on, prints=options.print)]
+    if problems := [*problems, *(text for text in refused if text not in elsewhere)]:
+        refuse(invocation.given_name, problems)
     try:
         check_folder(invocation.config.job)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
-    warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
+    warned = [text for text in warned if hosts.insecure or not text.startswith("hosts.insecure")]
     where = {key: getattr(hosts, key) for key in WHERE}
     config = replace(invocation.config, hosts=replace(invocation.config.hosts, **where))
-    own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # of the stand-ins
+    own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # the stand-ins'
     scaled = [line for line in invocation.scaled if not line.startswith(own)]
-    return replace(invocation, config=config, warnings=tuple(warnings), scaled=tuple(scaled))
+    return replace(invocation, config=config, warnings=(*warned, *elsewhere), scaled=tuple(scaled))
 
 
 def wanted_hosts(arguments: Arguments, config: str) -> HostsSection:
@@ -117,7 +120,7 @@ def wanted_hosts(arguments: Arguments, config: str) -> HostsSection:
 
 
 def only_in_pods(on: str, config: Config, problem: str) -> bool:
-    """Return True if a problem is of a folder that the pods mount and this machine does not have."""
+    """Return True if a problem concerns a folder that the pods mount and this machine does not have."""
     targets = [mount.split(":")[1] for mount in config.launch.mounts if ":" in mount] if on == "kubernetes" else []
     text = f"{config.job.dump_folder} {problem}" if problem.startswith("job.dump_folder:") else problem
     return any(target in text and not Path(target).exists() for target in targets)

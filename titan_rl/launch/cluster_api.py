@@ -75,8 +75,8 @@ class Cluster:
 
 def find_cluster(namespace: str = "") -> Cluster:
     """Return the cluster of kubectl's current context, or the one in which this process is a pod."""
-    given = os.environ.get("KUBECONFIG", "").split(os.pathsep)[0]
-    path = Path(given) if given else Path.home() / ".kube/config"
+    named = os.environ.get("KUBECONFIG", "").split(os.pathsep)[0]
+    path = Path(named) if named else Path.home() / ".kube/config"
     if not path.is_file() and (IN_POD / "token").is_file():
         return _own_cluster(namespace)
     try:
@@ -84,16 +84,16 @@ def find_cluster(namespace: str = "") -> Cluster:
         context = _named(config["contexts"], config["current-context"])["context"]
         cluster = _named(config["clusters"], context["cluster"])["cluster"]
         user = _named(config.get("users") or [], context.get("user"))["user"]
-        found = Cluster(cluster["server"].rstrip("/"), namespace or context.get("namespace") or "default")
+        api = Cluster(cluster["server"].rstrip("/"), namespace or context.get("namespace") or "default")
         user = _from_plugin(user["exec"]) if "exec" in user else user
     except OSError as error:
         raise ApiRefused(f"expected a kubeconfig (KUBECONFIG), found {path}: {error.strerror}") from None
     except (yaml.YAMLError, KeyError, TypeError, StopIteration, AttributeError) as error:
         raise ApiRefused(f"expected a kubeconfig with a current context in {path}, found {error!r}") from None
-    found.token = user.get("token") or (Path(user["tokenFile"]).read_text() if "tokenFile" in user else "")
-    if found.server.startswith("https"):
-        found.tls = _context_of(cluster, user, path.parent)
-    return found
+    api.token = user.get("token") or (Path(user["tokenFile"]).read_text() if "tokenFile" in user else "")
+    if api.server.startswith("https"):
+        api.tls = _context_of(cluster, user, path.parent)
+    return api
 
 
 def _own_cluster(namespace: str) -> Cluster:
@@ -111,7 +111,7 @@ def _named(entries: Any, name: Any) -> Any:
 
 
 def _from_plugin(plugin: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a cloud's own program says about the user."""
+    """Return the user's credentials from a cloud's own program."""
     own = {pair["name"]: pair["value"] for pair in plugin.get("env") or []}
     version = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
     own["KUBERNETES_EXEC_INFO"] = json.dumps(version)

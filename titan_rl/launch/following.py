@@ -12,11 +12,11 @@ from titan_rl.wire.program import STOPPED
 
 
 class SubmissionFailed(Exception):
-    """The scheduler did not take the job, or is not reached; str() has its own words."""
+    """The scheduler did not take the job, or is not reached. The text is in its own words."""
 
 
 class Look(NamedTuple):
-    """What the scheduler says of a job."""
+    """A job's state in the scheduler."""
 
     state: str
     reason: str = ""  # in the scheduler's own words
@@ -46,7 +46,7 @@ class Submitted(Protocol):
         ...
 
     def exit_code(self) -> tuple[int, str]:
-        """Return the exit code of an ended job, and what to say of it if the run itself has said nothing."""
+        """Return the exit code of an ended job, and a reason if the run itself has printed none."""
         ...
 
 

@@ -1,16 +1,21 @@
-"""What a scheduler runs, from a config: pure functions of it."""
+"""The job that a scheduler runs, as a pure function of a config; and the checks of the keys that it needs."""
 
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, schema
-from titan_rl.launch.submission import gpus_of_node
-from titan_rl.preflight.checks.hosts import stop_seconds
+from titan_rl.preflight.checks.hosts import MOUNT, stop_seconds
 
+Scheduler = Literal["slurm", "kubernetes"]
+PROGRAMS = ("sbatch", "squeue", "scontrol")
+JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")  # Kubernetes adds a dash and a number, of 63 characters
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
 
 WAIT = """\
@@ -31,7 +36,7 @@ class Job:
 
     config: Config
     config_name: str
-    folder: Path  # of the run
+    folder: Path  # the run's
 
     @classmethod
     def of(cls, config: Config, config_name: str) -> "Job":
@@ -92,3 +97,38 @@ def changed_toml(config: Config) -> str:
 
     blocks = {section: list(lines(section)) for section in schema()}
     return "\n".join("\n".join([f"[{section}]", *block, ""]) for section, block in blocks.items() if block)
+
+
+def gpus_of_node(config: Config) -> int:
+    return config.launch.gpus_per_node or (config.hosts.slots if config.hosts.device != "cpu" else 0)
+
+
+def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[str]:
+    launch = config.launch
+    if prints and config.job.fresh:
+        yield "job.fresh: expected false with --print, which moves no folder, found true"
+    if config.hosts.device == "cuda" and not gpus_of_node(config):
+        yield 'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0'
+    if on == "slurm":
+        missing = [program for program in PROGRAMS if shutil.which(program) is None]
+        if missing and not prints:
+            found = f"found no {', '.join(missing)}; --print needs none"
+            yield f"--on slurm: expected {', '.join(PROGRAMS)} on PATH, {found}"
+        for mount in launch.mounts:
+            if mount.startswith(("pvc/", "secret/")):
+                yield f"launch.mounts: expected a folder of the nodes with --on slurm, found {as_toml(mount)}"
+        if launch.mounts and not launch.image:
+            yield "launch.mounts: expected none without launch.image, found some"
+        return
+    if not launch.image:
+        yield "launch.image: expected a container image with --on kubernetes, found none"
+    if config.job.fresh:
+        yield "job.fresh: expected false with --on kubernetes: pods that start again would start over, found true"
+    if launch.name and not JOB_NAME.fullmatch(launch.name):
+        expected = "lowercase letters, digits and dashes, at most 52,"
+        yield f"launch.name: expected {expected} with --on kubernetes, found {as_toml(launch.name)}"
+    targets = [mount.split(":")[1] for mount in launch.mounts if MOUNT.fullmatch(mount)]
+    folder = PurePosixPath(config.job.dump_folder)
+    if not any(folder.is_relative_to(target) for target in targets):
+        expected = f"a folder below one of launch.mounts ({', '.join(targets) or 'none'}), which outlives the pods"
+        yield f"job.dump_folder: expected {expected}, found {as_toml(config.job.dump_folder)}"

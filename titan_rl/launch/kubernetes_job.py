@@ -36,10 +36,10 @@ class KubernetesJob:
         return f"kubectl delete job {self.job} --namespace {self.cluster.namespace}"
 
     def look(self) -> Look:
-        found = self.cluster.find(path_of(self.cluster, "Job", self.job))
-        if found is None:
+        job = self.cluster.find(path_of(self.cluster, "Job", self.job))
+        if job is None:
             return ENDED
-        conditions = {each["type"]: each for each in found.get("status", {}).get("conditions", [])}
+        conditions = {each["type"]: each for each in job.get("status", {}).get("conditions", [])}
         if any(conditions.get(name, {}).get("status") == "True" for name in ("Complete", "Failed")):
             return ENDED
         pods = self._pods()
@@ -70,10 +70,10 @@ class KubernetesJob:
         return "".join(f"{line}\n" for _, line in new)
 
     def exit_code(self) -> tuple[int, str]:
-        found = self.cluster.find(path_of(self.cluster, "Job", self.job))
-        if found is None:
+        job = self.cluster.find(path_of(self.cluster, "Job", self.job))
+        if job is None:
             return FAILED, "was deleted"
-        conditions = found.get("status", {}).get("conditions", [])
+        conditions = job.get("status", {}).get("conditions", [])
         if any(each["type"] == "Complete" and each["status"] == "True" for each in conditions):
             return DONE, ""
         codes = [code for pod in self._pods() if index_of(pod) == 0 and (code := code_of(pod)) is not None]
@@ -92,8 +92,8 @@ def path_of(cluster: Cluster, kind: str, name: str = "") -> str:
 
 
 def index_of(pod: Any) -> int:
-    found = pod["metadata"].get("annotations", {}) | pod["metadata"].get("labels", {})
-    return int(found.get("batch.kubernetes.io/job-completion-index", 0))
+    marks = pod["metadata"].get("annotations", {}) | pod["metadata"].get("labels", {})
+    return int(marks.get("batch.kubernetes.io/job-completion-index", 0))
 
 
 def waiting_for(pod: Any) -> str:
@@ -113,17 +113,17 @@ def waiting_for(pod: Any) -> str:
 
 def code_of(pod: Any) -> int | None:
     for each in pod.get("status", {}).get("containerStatuses", []):
-        if ended := each.get("state", {}).get("terminated"):
-            return ended["exitCode"]
+        if terminated := each.get("state", {}).get("terminated"):
+            return terminated["exitCode"]
     return None
 
 
 def live_kubernetes_job(job: Job, cluster: Cluster) -> KubernetesJob | None:
     """Return the Job of this name that has not ended. One that has ended makes room."""
-    found, name = cluster.find(path_of(cluster, "Job", job_name(job))), job_name(job)
-    if found is None:
+    existing, name = cluster.find(path_of(cluster, "Job", job_name(job))), job_name(job)
+    if existing is None:
         return None
-    if LABELS.items() - found["metadata"].get("labels", {}).items():
+    if LABELS.items() - existing["metadata"].get("labels", {}).items():
         raise ApiRefused(f"launch.name: expected a name that no other Job has in {cluster.namespace}, found {name}")
     live = KubernetesJob(cluster, name)
     if live.look() != ENDED:

@@ -124,7 +124,7 @@ def filled(template: str, parts: Mapping[str, str]) -> str:
 
 def arguments(job: Job, cwd: Path) -> list[str]:
     launch = job.config.launch
-    given = {
+    options = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
@@ -140,21 +140,21 @@ def arguments(job: Job, cwd: Path) -> list[str]:
         "output": job.own / "job-%j.log",
     }
     whole = [] if launch.cpus_per_node else ["--exclusive", *([] if launch.memory_gb_per_node else ["--mem=0"])]
-    named = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
+    named = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
     return [*named, *whole, "--open-mode=append", "--requeue", *launch.extra_args]
 
 
 def step_arguments(job: Job, cwd: Path, *own: str) -> str:
     """Return the arguments of an srun step: one process on each of its nodes, with all their cores."""
     launch = job.config.launch
-    found = ["--ntasks-per-node=1", "--cpu-bind=none", *own]
+    options = ["--ntasks-per-node=1", "--cpu-bind=none", *own]
     if launch.cpus_per_node:
-        found.append(f"--cpus-per-task={launch.cpus_per_node}")  # srun does not take it from sbatch
+        options.append(f"--cpus-per-task={launch.cpus_per_node}")  # srun does not take it from sbatch
     if launch.image:
         mounts = [*launch.mounts, *(f"{path}:{path}" for path in dict.fromkeys((cwd, job.folder)))]
-        found += [f"--container-image={launch.image}", f"--container-mounts={','.join(dict.fromkeys(mounts))}"]
-        found.append(f"--container-workdir={cwd}")
-    return "".join(f" {shlex.quote(argument)}" for argument in found)
+        options += [f"--container-image={launch.image}", f"--container-mounts={','.join(dict.fromkeys(mounts))}"]
+        options.append(f"--container-workdir={cwd}")
+    return "".join(f" {shlex.quote(argument)}" for argument in options)
 
 
 def commands(job: Job, *lines: str) -> str:

@@ -55,14 +55,14 @@ class SlurmJob:
         try:
             with open(self.own / f"job-{self.number}.log", "rb") as log:
                 log.seek(self.read)
-                found = log.read()
+                new = log.read()
         except FileNotFoundError:
             return ""
-        self.read += len(found)
-        return found.decode(errors="replace")
+        self.read += len(new)
+        return new.decode(errors="replace")
 
     def exit_code(self) -> tuple[int, str]:
-        """Return the run's exit code. If the job ended without one, say how it ended."""
+        """Return the run's exit code. If the job ended without one, also return how."""
         try:
             return int((self.own / f"exit-{self.number}").read_text()), ""
         except (FileNotFoundError, ValueError):

@@ -69,7 +69,7 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
 
 
 def changed_keys(setup: Setup) -> list[str]:
-    """Return the keys that differ from those of the run's last start, without [job]."""
+    """Return the keys that have changed since the run's last start, without [job]."""
     try:
         before = load(setup.folder / "config.toml")
     except (ConfigError, OSError):  # written by another version
@@ -79,7 +79,7 @@ def changed_keys(setup: Setup) -> list[str]:
 
 
 def main_keys(config: Config) -> str:
-    """Describe the keys that most often decide how a run goes, and that the other rows do not have."""
+    """Describe the keys that users tune most often and that no other row has."""
     a, r = config.algorithm, config.rollout
     parts = [f"optimizer.lr {config.optimizer.lr:g}"] if config.training.steps else []
     parts += [f"cold_start.lr {config.cold_start.lr:g}"] if config.cold_start.steps else []
@@ -117,8 +117,8 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
     if name in ("trainer", "critic") and config.fault.snapshot_interval:
-        kept = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
-        holds += f"; snapshots {size(kept)} of host memory"
+        snapshot = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
+        holds += f"; snapshots {size(snapshot)} of host memory"
     compute = training.mixed_precision_param
     dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
     return MeshRow(name, p.world_size, layout(p), device(setup), dtype, holds)

@@ -19,7 +19,7 @@ from titan_rl.config.auto import device_of
 from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
-from titan_rl.fetch.models import FetchFailed, announce, with_models
+from titan_rl.fetch.models import FetchFailed, with_models
 from titan_rl.preflight.placement import gpus_needed
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import shrunk
@@ -112,7 +112,7 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         models = stand_ins(config, arguments.dry_run and not submits)
         config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, models)
     try:
-        config = with_models(config, announce)  # no model that --scale has replaced
+        config = with_models(config)  # no model that --scale has replaced
     except FetchFailed as error:
         refuse(arguments.config, [str(error)])
     away = config.hosts.at_addresses and config.hosts.device == "cuda"  # the workers' hosts have GPUs

@@ -123,14 +123,14 @@ def trained(
 ) -> Estimate:
     """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own."""
     t, sharded = config.training, sharded or by_formula(shape, p)
-    each, held = BYTES[t.dtype], count(sharded.held)
+    each, own = BYTES[t.dtype], count(sharded.held)
     weights = sharded.held * each
     copies = f" x {1 + lent} models" if lent else ""
     state = {
-        "weights": MemoryPart(weights * (1 + lent), f"{held} parameters of its own x {each}{copies}"),
-        "optimizer": MemoryPart(2 * weights, f"{held} x {each} x 2 moments"),
+        "weights": MemoryPart(weights * (1 + lent), f"{own} own parameters x {each}{copies}"),
+        "optimizer": MemoryPart(2 * weights, f"{own} x {each} x 2 moments"),
     }
-    reduced = {"gradients": MemoryPart(weights, f"{held} x {each}, from the first backward to the update")}
+    reduced = {"gradients": MemoryPart(weights, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
     peak = {
@@ -152,7 +152,7 @@ def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: Sh
         "activations": MemoryPart(tokens(config) * layer, f"{tokens(config):,} tokens x {size(layer)}"),
         "head": head(config, shape),
     }
-    weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} parameters of its own x {each}")
+    weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
     return Estimate({} if t.enable_cpu_offload else {"weights": weights}, peak, p.world_size - 1)
 
 
@@ -256,7 +256,7 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
     """Return the bytes of gradients of activations that are alive at once in a block's backward, at most."""
     each = BYTES[config.training.mixed_precision_param]
     dense = (2 * shape.dim + 3 * shape.hidden_per_token // p.tensor_parallel_degree) * each
-    # of each expert's output: as it was computed, in float32 before and after its weight, and of its input
+    # per expert, its output as computed, in float32 before and after its weight; and its input
     routed = shape.dim * each + shape.experts_per_token * (shape.dim * (2 * each + 8) + 4)
     return max(dense, routed) if shape.experts else dense
 
@@ -268,9 +268,9 @@ def head(config: Config, shape: ModelShape) -> MemoryPart:
     targets = tokens(config) * (MOST_TARGETS if config.training.share_prompts else 1)
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
-        kept = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
-        extra = TILE_BYTES + kept
-        formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(kept)}" if kept else "")
+        masks = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
+        extra = TILE_BYTES + masks
+        formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(masks)}" if masks else "")
     return MemoryPart(targets * shape.dim * each + extra, formula)
 
 
@@ -312,15 +312,15 @@ def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKN
     trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
     asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
     beside = {"sleeping engine": asleep} if colocated else {}
-    found = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
+    by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
-        found["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
+        by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
     shapes = role_shapes(config, shape)
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
         own = estimate(config, shapes[name], role.parallelism, sharded.get(name))
-        found[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
-    return found
+        by_mesh[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
+    return by_mesh
 
 
 def lent(config: Config) -> list[str]:
@@ -339,8 +339,8 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) 
     cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
     if not cache:
         allowed = int(gpu_bytes * g.gpu_memory_utilization)
-        left = allowed - trainer - engine(config, shape, 0).total
-        cache = max(longest, int(left / (1 + FRAGMENTED)))
+        free = allowed - trainer - engine(config, shape, 0).total
+        cache = max(longest, int(free / (1 + FRAGMENTED)))
         limit = gpu_bytes if trainer else allowed
     own = engine(config, shape, cache)
     return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})
@@ -352,8 +352,8 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
 
     def fits(tried: Config, nbytes: float, *others: str) -> bool:
-        found = needs(tried, shape, int(nbytes))
-        return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
+        by_mesh = needs(tried, shape, int(nbytes))
+        return gpu_bytes > 0 and all(need.fits for name, need in by_mesh.items() if name not in others)
 
     spared = (1 - SPARE) * gpu_bytes
     whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
@@ -422,8 +422,8 @@ def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom |
         return None
     nbytes = g.kv_cache_memory_mb << 20
     if not nbytes and gpu_bytes:
-        found = on_gpus(config, shape, gpu_bytes)
-        need = needs(found, shape, gpu_bytes)["generator"]
+        planned = on_gpus(config, shape, gpu_bytes)
+        need = needs(planned, shape, gpu_bytes)["generator"]
         nbytes = need.own.kept["KV cache"].nbytes if need.fits else 0
     if not nbytes:
         return None

@@ -38,18 +38,18 @@ class Units:
     role: str  # its name in placement.hosts
     count: int
     ranks: int
-    index: int = 0  # of a replica
+    index: int = 0  # number of a replica
 
 
 def units_of(config: Config) -> list[Units]:
     """Return the units of all meshes in the order in which slots are dealt."""
     g, trainer = config.generator, config.parallelism
-    found = [Units("trainer", "trainer", trainer.dp, trainer.tensor_parallel_degree)]
+    units = [Units("trainer", "trainer", trainer.dp, trainer.tensor_parallel_degree)]
     if config.samples_rollouts:
-        found += [_replica(config, index) for index in range(g.replicas)]
+        units += [_replica(config, index) for index in range(g.replicas)]
     for role, own in config.roles.items():
-        found.append(Units(role, role, own.parallelism.dp, own.parallelism.tensor_parallel_degree))
-    return found
+        units.append(Units(role, role, own.parallelism.dp, own.parallelism.tensor_parallel_degree))
+    return units
 
 
 def _replica(config: Config, index: int) -> Units:
@@ -57,7 +57,7 @@ def _replica(config: Config, index: int) -> Units:
 
 
 def slots_per_host(config: Config, gpus: int) -> int:
-    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host, or what is left to choose on a CPU."""
+    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host; on a CPU as few as fit."""
     hosts = config.hosts
     if hosts.slots:
         return hosts.slots
@@ -74,40 +74,40 @@ def place(config: Config, slots: int, replicas: int = 0) -> dict[str, list[Share
     """Place every mesh on hosts of `slots` slots each, or raise Unplaceable. Colocated generators have the slots that
     the trainer has. If there are more `replicas` than generator.replicas, they come last and share with no mesh."""
     used, shared = [0] * config.hosts.number, [0] * config.hosts.number
-    found = dict[str, list[Share]]()
+    placed = dict[str, list[Share]]()
     for units in units_of(config):
         if units.role == "generator" and config.placement.kind == "colocated":
-            found[units.mesh] = list(_dealt(config, units, shared, slots))
+            placed[units.mesh] = list(_dealt(config, units, shared, slots))
             used[:] = map(max, used, shared)
         else:
-            found[units.mesh] = list(_dealt(config, units, used, slots))
+            placed[units.mesh] = list(_dealt(config, units, used, slots))
     for index in range(config.generator.replicas, replicas):
-        found[f"generator{index}"] = list(_dealt(config, _replica(config, index), used, slots))
-    return found
+        placed[f"generator{index}"] = list(_dealt(config, _replica(config, index), used, slots))
+    return placed
 
 
 def _dealt(config: Config, units: Units, used: list[int], slots: int) -> Iterator[Share]:
-    given = str(config.placement.hosts.get(units.role, ""))
-    hosts, most, left = range(config.hosts.number), FULL, units.count
-    if given:
-        hosts = numbers(given)
+    named = str(config.placement.hosts.get(units.role, ""))
+    hosts, most, unplaced = range(config.hosts.number), FULL, units.count
+    if named:
+        hosts = numbers(named)
         most = -(-units.count // len(hosts))
         first = units.index % len(hosts)
         hosts = hosts[first : first + units.count]
     for host in hosts:
-        taken = min(left, most, (slots - used[host]) // units.ranks)
-        if taken > 0:
-            first, ranks = used[host], taken * units.ranks
+        units_here = min(unplaced, most, (slots - used[host]) // units.ranks)
+        if units_here > 0:
+            first, ranks = used[host], units_here * units.ranks
             used[host] += ranks
-            left -= taken
+            unplaced -= units_here
             yield Share(host, tuple(range(first, first + ranks)))
-    if left:
-        where = f"host {given} (placement.hosts)" if given else f"{config.hosts.number} hosts"
+    if unplaced:
+        where = f"host {named} (placement.hosts)" if named else f"{config.hosts.number} hosts"
         whose, last = units.mesh, config.generator.replicas - 1
-        if units.role == "generator" and not given and last > units.index:  # the later ones do not fit either
-            left, whose = last - units.index + 1, f"{units.mesh} to generator{last}"
+        if units.role == "generator" and not named and last > units.index:  # the later ones do not fit either
+            unplaced, whose = last - units.index + 1, f"{units.mesh} to generator{last}"
         raise Unplaceable(
-            f"hosts.slots: expected room for {left * units.ranks} more ranks of {whose}, {units.ranks} of them on "
+            f"hosts.slots: expected room for {unplaced * units.ranks} more ranks of {whose}, {units.ranks} of them on "
             f"one host, found {where} of {slots} slots; raise hosts.slots or the number of hosts, or lower the "
             "parallel degrees"
         )
@@ -115,11 +115,11 @@ def _dealt(config: Config, units: Units, used: list[int], slots: int) -> Iterato
 
 def numbers(text: str) -> list[int]:
     """Return the host numbers of "0-2,5"."""
-    found = list[int]()
+    hosts = list[int]()
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        found += range(int(first), int(last) + 1) if dash else [int(first)]
-    return found
+        hosts += range(int(first), int(last) + 1) if dash else [int(first)]
+    return hosts
 
 
 def environment_host(config: Config, number: int) -> int:
@@ -130,8 +130,8 @@ def environment_host(config: Config, number: int) -> int:
 def place_again(config: Config, mesh: str, placement: Placement, slots: int, lost: Collection[int]) -> list[Share]:
     """Place a mesh again, on slots that no other mesh has, of hosts that are not lost; or raise Unplaceable. If there
     is no room for all rows of the trainer, it gets fewer, but at least fault.min_trainers. Colocated trainers and
-    generators have slots together; those that they can share are taken first."""
-    others = {name: slots_of(found) for name, found in placement.items() if name != mesh}
+    generators share slots, which are dealt first."""
+    others = {name: slots_of(shares) for name, shares in placement.items() if name != mesh}
     partners = {name for name in others if takes_turns(config, mesh, name)}
     taken = set[tuple[int, int]]().union(*(others[name] for name in others.keys() - partners))
     shared = set[tuple[int, int]]().union(*(others[name] for name in partners))
@@ -147,15 +147,15 @@ def place_again(config: Config, mesh: str, placement: Placement, slots: int, los
     }
     if mesh.startswith("generator"):  # stable: without a partner the hosts stay in order
         free = dict(sorted(free.items(), key=lambda each: sum((each[0], s) in shared for s in each[1]) < ranks))
-    left, found = ranks, list[Share]()
+    unplaced, shares = ranks, list[Share]()
     for host, own in free.items():
-        if taking := min(left, len(own) // tp * tp):
+        if taking := min(unplaced, len(own) // tp * tp):
             own.sort(key=lambda slot, host=host: (host, slot) not in shared)
-            found.append(Share(host, tuple(sorted(own[:taking]))))
-            left -= taking
-    if (missing := left - (ranks - least)) > 0:
+            shares.append(Share(host, tuple(sorted(own[:taking]))))
+            unplaced -= taking
+    if (missing := unplaced - (ranks - least)) > 0:
         raise Unplaceable(f"hosts.slots: expected {missing} more free slots on the other hosts, of {slots} each")
-    return found
+    return shares
 
 
 def slots_of(shares: Sequence[Share]) -> set[tuple[int, int]]:

@@ -33,7 +33,7 @@ from titan_rl.wire.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the policy is, apart from its weights."""
+    """The policy without its weights."""
 
     shape: ModelShape
     folder: Path  # Hugging Face folder with config.json and tokenizer
@@ -44,7 +44,7 @@ class Policy:
 @dataclass(frozen=True, slots=True)
 class Setup:
     name: str  # config name
-    given: Config  # as it was read
+    given: Config  # as read, with "auto"
     config: Config  # on the run's device: auto.on_device
     resolved: Config  # that the ranks work with: without "auto"
     folder: Path  # the dump folder
@@ -54,14 +54,14 @@ class Setup:
     task: Task
     sampling: Sampling
     heldout: Problems
-    eval_sets: tuple[Problems, ...]  # of [eval.sets]
+    eval_sets: tuple[Problems, ...]  # [eval.sets]
     practice: Problems  # eval.size training problems, if cold_start.stop_at is set
     device: str  # "cpu" or "cuda"
     gpus: Gpus
     resume: Resume
-    role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
+    role_shapes: dict[str, ModelShape]  # a teacher's and a reward model's; other roles have the policy's shape
     judges: RewardJudges  # by reward functions, in training and in evaluations
-    dropped: tuple[str, ...] = ()  # rows that are left out, and whose rows they are, for the plan
+    dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
     @property
@@ -97,12 +97,12 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
     heldout = problems(task.heldout)
 
     def problems_of(chosen: EvalSet) -> Problems:
-        found = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
+        base = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
         own = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
         return replace(
-            found,
-            prompts=found.prompts[: chosen.size or None],
-            judge=judges.judge(own) if chosen.reward else found.judge,
+            base,
+            prompts=base.prompts[: chosen.size or None],
+            judge=judges.judge(own) if chosen.reward else base.judge,
             name=chosen.name,
             samples=chosen.samples,
             temperature=chosen.temperature,
@@ -170,8 +170,8 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     if config.task.on_unfit_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
-        kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
-        task = replace(task, heldout=kept, unfit=frozenset(train))
+        fit = [example for i, example in enumerate(task.heldout) if i not in heldout]
+        task = replace(task, heldout=fit, unfit=frozenset(train))
     if isinstance(task.train, EndlessProblems):
         task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
     return task, notes

@@ -75,15 +75,17 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
 def lengths(
     examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int
 ) -> Iterator[RowLength | str]:
-    """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that is too long for
-    `most` tokens whatever its tokens are is not tokenized."""
+    """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that cannot fit
+    `most` tokens is not tokenized."""
     longest = most * tokenizer.longest_token
 
     def tokens(texts: Sequence[str], special: bool = False) -> list[int]:
         short = [text if len(text) <= max(longest, SURELY_TOKENIZED) else "" for text in texts]
-        found = tokenizer.tokenizer.encode_batch_fast(short, add_special_tokens=special)
-        whole = zip(texts, short, found, strict=True)
-        return [len(found) if text == short else len(text) // tokenizer.longest_token for text, short, found in whole]
+        encoded = tokenizer.tokenizer.encode_batch_fast(short, add_special_tokens=special)
+        whole = zip(texts, short, encoded, strict=True)
+        return [
+            len(encoded) if text == short else len(text) // tokenizer.longest_token for text, short, encoded in whole
+        ]
 
     def prompts(chunk: Sequence[Example]) -> list[int | str]:
         if task.template == "plain":
@@ -137,31 +139,31 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             expected = f"a tokenizer in {tokenizer.folder} that renders chats"
             raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
     answers = reads_answers(config)
-    one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # of the characters
+    one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # one per character
 
     def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
         if not one_token_each:
             yield from lengths(examples, task, tokenizer, answers=answers, most=most)
             return
-        alike: dict[tuple[int, ...], RowLength | str] = {}
+        by_characters: dict[tuple[int, ...], RowLength | str] = {}
         for example in examples:
             characters = (len(example.prompt), len(example.answer), len(example.rejected))
-            if characters not in alike:
-                (alike[characters],) = lengths([example], task, tokenizer, answers=answers, most=most)
-            yield alike[characters]
+            if characters not in by_characters:
+                (by_characters[characters],) = lengths([example], task, tokenizer, answers=answers, most=most)
+            yield by_characters[characters]
 
     def unfit(examples: Sequence[Example], heldout: bool) -> dict[int, str]:
-        limits, found, unreadable = limits_on(config, heldout=heldout), dict[int, str](), list[str]()
+        limits, reasons, unreadable = limits_on(config, heldout=heldout), dict[int, str](), list[str]()
         rows = measured(examples, max(limit.most for limit in limits))
         what = "measuring held-out rows" if heldout else "measuring training rows"
         for i, row in enumerate(announced(rows, what, len(examples))):
             if isinstance(row, str):
                 unreadable.append(row)
             elif why := next((why for limit in limits if (why := limit.refuses(row))), ""):
-                found[i] = why
+                reasons[i] = why
         if unreadable:
             raise BadRows(unreadable, config.task.eval_path if heldout else config.task.path or "task.sources")
-        return found
+        return reasons
 
     return unfit(task.known, False), unfit(task.heldout, True)
 

@@ -31,14 +31,13 @@ def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
     config, shape, gpus = setup.resolved, setup.shape, setup.gpus
     if setup.device != "cuda" or not gpus.nbytes:
         return {}
-    most, sharded = gpus_of_hosts(config, gpus.count), dict[str, ShardedModel]()
     try:
         sharded = ask_titan(questions(config, shape))
-        problems = list(check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded))
-        problems += check_host_memory(config, shape, sharded, gpus.count)
     except CannotShard as error:
-        problems = [str(error)]
-    if problems:
+        refuse(setup.name, [str(error)])
+    most = gpus_of_hosts(config, gpus.count)
+    problems = [*check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded)]
+    if problems := [*problems, *check_host_memory(config, shape, sharded, gpus.count)]:
         refuse(setup.name, problems)
     return sharded
 
@@ -53,15 +52,15 @@ def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
     return {"trainer": trainer, **roles}
 
 
-def ask_titan(asked: Mapping[str, MeshQuestion], seconds: float = SECONDS) -> dict[str, ShardedModel]:
+def ask_titan(questions_by_mesh: Mapping[str, MeshQuestion], seconds: float = SECONDS) -> dict[str, ShardedModel]:
     command = [sys.executable, "-m", "titan_rl.actors.titan.meta_model"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         try:
-            ended = subprocess.run(
+            process = subprocess.run(
                 [*command, str(answer)],
-                input=pickle.dumps(dict(asked)),
+                input=pickle.dumps(dict(questions_by_mesh)),
                 capture_output=True,
                 env=environment,
                 timeout=seconds,
@@ -71,17 +70,17 @@ def ask_titan(asked: Mapping[str, MeshQuestion], seconds: float = SECONDS) -> di
             raise CannotShard(
                 f"expected TorchTitan to cut the models within {seconds:g} s, found it still busy"
             ) from None
-        if ended.returncode:
-            said = ended.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
+        if process.returncode:
+            errors = process.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
             raise CannotShard(
-                f"expected a process that imports TorchTitan, found exit code {ended.returncode}: {said[-1]}"
+                f"expected a process that imports TorchTitan, found exit code {process.returncode}: {errors[-1]}"
             )
-        found: dict[str, ShardedModel | str] = pickle.loads(answer.read_bytes())
-    return {name: _cut(name, one) for name, one in found.items()}
+        answers: dict[str, ShardedModel | str] = pickle.loads(answer.read_bytes())
+    return {name: _cut(name, one) for name, one in answers.items()}
 
 
-def _cut(name: str, found: ShardedModel | str) -> ShardedModel:
-    if isinstance(found, str):
+def _cut(name: str, answer: ShardedModel | str) -> ShardedModel:
+    if isinstance(answer, str):
         section = "parallelism" if name == "trainer" else name
-        raise CannotShard(f"[{section}]: expected a mesh over which TorchTitan cuts the model, found {found}")
-    return found
+        raise CannotShard(f"[{section}]: expected a mesh over which TorchTitan cuts the model, found {answer}")
+    return answer

@@ -1,5 +1,6 @@
 """Tables of the plan: ranks by host, the effect of losing a host, memory of ranks and hosts, bytes of a weight sync."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,8 +16,8 @@ from titan_rl.wire.weight_source import SLOTS
 
 MOST_ROWS = 2  # for neighbouring hosts that are alike; more hosts share one row, so that a hundred stay readable
 NAMED = 2  # hosts whose loss has one outcome
-ROOM = "what any host has fits on the others"
-FITS = "what it has fits on the others"
+ROOM = "the ranks of any host fit on the others"
+FITS = "its ranks fit on the others"
 Row = tuple[str, str, str]  # part, size, formula
 
 
@@ -51,17 +52,15 @@ def host_rows(config: Config, placed: Placement, slots: int) -> list[tuple[str, 
     """Return name, ranks and taken slots of each host. Neighbours with alike shares of the same meshes are one row."""
     names = config.hosts.addresses or [f"host{i}" for i in range(config.hosts.number)]
     parts, rows, first = _parts(config, placed), list[tuple[str, str, str]](), 0
-    taken: list[set[int]] = [set() for _ in parts]
-    for share in (share for shares in placed.values() for share in shares):
-        taken[share.host] |= set(share.slots)
+    taken = Counter(host for host, _ in set[tuple[int, int]]().union(*map(slots_of, placed.values())))
     for host in range(1, len(parts) + 1):
         if host < len(parts) and _continues(parts[host - 1], parts[host]):
             continue
-        alike, used = host - first, f"{len(taken[first])} of {slots}"
-        if alike <= MOST_ROWS:
+        count, used = host - first, f"{taken[first]} of {slots}"
+        if count <= MOST_ROWS:
             rows += [(names[i], ", ".join(p.text() for p in parts[i]) or "nothing", used) for i in range(first, host)]
         else:
-            each = "; ".join(part.text(alike) for part in parts[first]) or "nothing"
+            each = "; ".join(part.text(count) for part in parts[first]) or "nothing"
             rows.append((f"{names[first]} to {names[host - 1]}", each, f"{used} each"))
         first = host
     return rows
@@ -69,11 +68,11 @@ def host_rows(config: Config, placed: Placement, slots: int) -> list[tuple[str, 
 
 def _parts(config: Config, placed: Placement) -> list[list[_Part]]:
     """Return the parts of each host."""
-    found: list[list[_Part]] = [[] for _ in range(config.hosts.number)]
+    parts: list[list[_Part]] = [[] for _ in range(config.hosts.number)]
     for mesh, shares in placed.items():
         first, total = 0, sum(len(share.slots) for share in shares)
         for share in shares:
-            here, count = found[share.host], len(share.slots)
+            here, count = parts[share.host], len(share.slots)
             if mesh.startswith("generator"):
                 _append(here, _Part("generator", int(mesh[9:]), 1, f" of {count} ranks" * (count > 1)))
             else:
@@ -81,8 +80,8 @@ def _parts(config: Config, placed: Placement) -> list[list[_Part]]:
             first += count
     if config.samples_rollouts and config.rollout_code:
         for number in range(config.environment.processes):
-            _append(found[environment_host(config, number)], _Part("environment", number, 1), anywhere=True)
-    return found
+            _append(parts[environment_host(config, number)], _Part("environment", number, 1), anywhere=True)
+    return parts
 
 
 def _append(here: list[_Part], part: _Part, *, anywhere: bool = False) -> None:
@@ -99,7 +98,7 @@ def _continues(before: Sequence[_Part], here: Sequence[_Part]) -> bool:
     if [part.kind for part in before] != [part.kind for part in here]:
         return False
     pairs = zip(before, here, strict=True)
-    return all(own.first == left.first + left.count for left, own in pairs if own.role != "environment")
+    return all(own.first == earlier.first + earlier.count for earlier, own in pairs if own.role != "environment")
 
 
 def after_loss(config: Config, placed: Placement, slots: int) -> str:
@@ -107,9 +106,9 @@ def after_loss(config: Config, placed: Placement, slots: int) -> str:
     one kind."""
     if not config.fault.max_restarts:
         return "the run ends, resumable: fault.max_restarts = 0"
-    kinds, outcomes = dict[tuple[tuple[str, int], ...], int](), dict[str, list[str]]()
-    for host in range(config.hosts.number):
-        if kind := _kind(placed, host):
+    kinds, outcomes = dict[tuple[tuple[str, int, str], ...], int](), dict[str, list[str]]()
+    for host, parts in enumerate(_parts(config, placed)):
+        if kind := tuple(part.kind for part in parts if part.role != "environment"):
             kinds.setdefault(kind, host)
     for host in kinds.values():
         name = config.hosts.addresses[host] if config.hosts.addresses else f"host{host}"
@@ -118,15 +117,6 @@ def after_loss(config: Config, placed: Placement, slots: int) -> str:
         return ROOM
     named = {", ".join(hosts[:NAMED]) + " ..." * (len(hosts) > NAMED): outcome for outcome, hosts in outcomes.items()}
     return "; ".join(f"without {hosts}: {outcome}" for hosts, outcome in named.items())
-
-
-def _kind(placed: Placement, host: int) -> tuple[tuple[str, int], ...]:
-    return tuple(
-        (mesh.rstrip("0123456789"), len(share.slots))
-        for mesh, shares in placed.items()
-        for share in shares
-        if share.host == host
-    )
 
 
 def _outcome(config: Config, placed: Placement, slots: int, lost: int) -> str:
@@ -142,13 +132,13 @@ def _outcome(config: Config, placed: Placement, slots: int, lost: int) -> str:
     if missing:
         fewer = " or fault.min_trainers" if missing == ["trainer"] and config.parallelism.dp > 1 else ""
         return f"the run ends, resumable: no room for {', '.join(missing)} (it needs a spare host{fewer})"
-    found = []
+    losses = []
     rows, tp = config.parallelism.dp, config.parallelism.tensor_parallel_degree
-    if (left := len(slots_of(now["trainer"])) // tp) < rows:
-        found.append(f"the trainer has {left} of {rows} dp rows until there is room")
+    if (rows_left := len(slots_of(now["trainer"])) // tp) < rows:
+        losses.append(f"the trainer has {rows_left} of {rows} dp rows until there is room")
     if given_up:
-        found.append(f"no {' and no '.join(given_up)} until there is room")
-    return ", ".join(found) or FITS
+        losses.append(f"no {' and no '.join(given_up)} until there is room")
+    return ", ".join(losses) or FITS
 
 
 def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
@@ -160,7 +150,9 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
     for name, need in needs(config, shape, nbytes, sharded).items():
         overhead = need.own.overhead
         rows = [(part, f"{gib(own.nbytes)} GiB", own.formula) for part, own in need.own.parts.items()]
-        rows += [(other, f"{gib(taken)} GiB", "on the same GPU") for other, taken in need.others.items()]
+        rows += [
+            (other, f"{gib(nbytes_beside)} GiB", "on the same GPU") for other, nbytes_beside in need.others.items()
+        ]
         rows.append(("CUDA, fragmentation", f"{gib(overhead.nbytes)} GiB", overhead.formula))
         if name == "generator":
             g, cache = config.generator, need.own.kept["KV cache"].nbytes
@@ -185,11 +177,13 @@ def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
         "peers' snapshots": f"of another host: each snapshot moves half of it{seconds}",
         "offloaded states": "weights, gradients, optimizer",
     }
-    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}  # as they are written
+    by_rows: dict[tuple[tuple[str, str], ...], list[int]] = {}  # as they are written
     for host, load in enumerate(loads):
-        alike.setdefault(tuple((name, f"{gib(nbytes)} GiB") for name, nbytes in load.held.items()), []).append(host)
+        by_rows.setdefault(tuple((name, f"{gib(nbytes)} GiB") for name, nbytes in load.held.items()), []).append(host)
     rows = [
-        (f"{named(hosts)}: {name}", nbytes, formulas[name]) for held, hosts in alike.items() for name, nbytes in held
+        (f"{named(hosts)}: {name}", nbytes, formulas[name])
+        for parts, hosts in by_rows.items()
+        for name, nbytes in parts
     ]
     of = f" of {config.hosts.memory_gb:g}" if config.hosts.memory_gb else ""
     total = f"at most {gib(max(load.total for load in loads))}{of} GiB, besides processes"

@@ -24,13 +24,13 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
-TINY_PARAMETERS = 10**7  # a model of at most so many is not shrunk
+TINY_PARAMETERS = 10**7  # a smaller model is not shrunk
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 MODEL_KEYS = (
     *("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"),
     *("experts", "experts_per_token"),
 )
-HOSTS = 2  # of several
+HOSTS = 2  # in place of more
 AT_MOST: dict[str, int] = {
     **{
         f"{section}.{key}": 2

@@ -31,7 +31,7 @@ def loop() -> Iterator[asyncio.Runner]:
 def play(
     loop: asyncio.Runner, text: TextTokenizer, said: Sequence[str], row: dict[str, int] = ROW, limits: Limits = LIMITS
 ) -> tuple[tuple[float, ...], AgentRollout]:
-    """Return the agent's reward and calls when the policy says these texts, and the rollout."""
+    """Return the agent's reward and calls when the policy answers with these texts, and the rollout."""
     left = list(said)
     rollout = AgentRollout(ChatText(text), lambda _: [*text.encode(left.pop(0)), text.eos], limits)
 

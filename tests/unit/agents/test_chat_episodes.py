@@ -1,4 +1,4 @@
-"""Rollouts in a chat template: tools are offered, called and answered, as tokens that continue what was sampled."""
+"""Rollouts in a chat template: tools are offered, called and answered, as tokens that continue the sampled ones."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from titan_rl.wire.types import Prompt
 
 
 class Shop:
-    """Tools by hints; a hidden price; rewarded by what the policy says last."""
+    """Tools by hints; a hidden price; rewarded by the last answer."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
         self._price = int(row["price"])
@@ -74,7 +74,7 @@ def test_tools_are_offered_called_and_answered_in_the_template(tmp_path: Path) -
     assert contexts[0].endswith(
         "user\nHello<|im_end|>\n<|im_start|>user\nWhat does it cost?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert second[: len(first) + len(sampled)] == [*first, *sampled], "what was sampled was tokenized again"
+    assert second[: len(first) + len(sampled)] == [*first, *sampled], "sampled tokens were tokenized again"
     added = second[len(first) + len(sampled) :]
     assert played.tokenizer.decode(added, skip_special=False) == (
         "\n<|im_start|>tool\nhat<|im_end|>: 12<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Agents that continue, branch, edit, ask again and compact at random: what is trained is what was sampled."""
+"""Agents that continue, branch, edit, ask again and compact at random: the sampled tokens are trained."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
 
 class Wanderer:
-    """An agent, and a policy that says random tokens, often with thinking, a call, or no end."""
+    """An agent, and a policy of random tokens, often with thinking, a call, or no end."""
 
     def __init__(self, seed: int, text: ChatText) -> None:
         self._draw, self._text = random.Random(seed), text
@@ -68,7 +68,7 @@ class Wanderer:
                 self._talks.append([*talk[:-1], {"role": "user", "content": f"edit {self._draw.randrange(3)}"}])
 
     async def _answered(self, talk: Messages) -> Messages:
-        """Ask, and return the conversation as a client keeps it, with what it says next."""
+        """Ask, and return the conversation as a client keeps it, with the client's next message."""
         said = await self.rollout.session.chat(readable(json.loads(json.dumps(talk))), TOOLS, Wish())
         kept = {k: v for k, v in said.message.items() if k != "reasoning_content" or self._draw.random() < 0.5}
         for call in kept.get("tool_calls", ()):

@@ -242,7 +242,7 @@ def test_an_environment_that_cannot_be_imported_is_named(name: str, why: str, tm
 
 
 def test_a_question_is_small(tmp_path: Path) -> None:
-    """The prompt is not sent back: a turn's message has only what is new."""
+    """The prompt is not sent back: a turn's message has only the new tokens."""
     with playing(ODD, tmp_path) as played:
         played.loop.begin([Begin(0, prompt_of("1" * 500), 0)])
         (asked,) = played.news()

@@ -20,7 +20,7 @@ KEY = "sk-test"
 
 
 class Engines:
-    """Says the text it is given for each prompt, and an end token; remembers what it was asked."""
+    """Answers each prompt with one text and an end token; records the requests."""
 
     def __init__(self, renderer: Renderer, text: str) -> None:
         self.tokens = [*renderer.tokenizer.encode(text), renderer.tokenizer.eos]

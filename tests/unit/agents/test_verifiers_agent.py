@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.played import PATIENCE
-from titan_rl.agents.guest import GuestPython
+from titan_rl.agents.external_python import ExternalPython
 
 LIKE = Path(__file__).parents[2] / "support" / "verifiers_like"
 GIVEN: dict[str, Any] = {"prompt": "p", "answer": "a", "seed": 0, "base_url": "http://u/r/0/v1", "api_key": "sk-secret"}
@@ -19,12 +19,14 @@ GIVEN: dict[str, Any] = {"prompt": "p", "answer": "a", "seed": 0, "base_url": "h
 
 def played(row: dict[str, Any], taskset: str = "counting", **args: Any) -> dict[str, Any]:
     async def play() -> dict[str, Any]:
-        guest = await GuestPython.start(sys.executable, f"verifiers:{taskset}", key="task.agent", args=args, agent=True)
+        external = await ExternalPython.start(
+            sys.executable, f"verifiers:{taskset}", key="task.agent", args=args, agent=True
+        )
         try:
             asyncio.current_task().set_name("0")  # type: ignore[union-attr]
-            return await guest.run(row=row, model="policy", tokenizer="/folder", **GIVEN)
+            return await external.run(row=row, model="policy", tokenizer="/folder", **GIVEN)
         finally:
-            await guest.close()
+            await external.close()
 
     return asyncio.run(play())
 

@@ -1,4 +1,4 @@
-"""ctl: what it prints and refuses, and which runs it finds."""
+"""ctl: its output, its refusals, and which runs it finds."""
 
 import asyncio
 import json

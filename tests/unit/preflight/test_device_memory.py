@@ -84,7 +84,7 @@ def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -
     config = Config()
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (one, _), (two, temporary) = counted(shape, 1, mode), counted(shape, 2, mode)
-    state = 0 if mode == "full" else 16  # of the attention's random numbers
+    state = 0 if mode == "full" else 16  # bytes: the attention's random state
     state += 4 * shape.experts if mode == "none" else 0  # where each expert's tokens end
     assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode) + state
     bound = TOKENS * gradients_per_token(config, shape, config.parallelism)

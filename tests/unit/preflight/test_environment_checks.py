@@ -1,4 +1,4 @@
-"""What is refused about [environment] before a run starts."""
+"""Refusals of [environment] before a run starts."""
 
 import sys
 from pathlib import Path
@@ -22,16 +22,8 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             "",
         ),
         (
-            '[environment]\nname = "calk"',
-            "environment.name: expected \"package.module:name\", found 'calk'",
-        ),
-        (
             '[environment]\nname = "no_such:Thing"',
             "environment.name = 'no_such:Thing': ModuleNotFoundError: No module named 'no_such'",
-        ),
-        (
-            '[environment]\nname = "json:no_such"',
-            "environment.name = 'json:no_such': AttributeError: module 'json' has no attribute 'no_such'",
         ),
         (
             CALC.replace("[eval]", "turn_seconds = 9\nrollout_seconds = 8\n[eval]"),
@@ -70,7 +62,6 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             f'[environment]\nname = "no_such:Thing"\npython = "{sys.executable}"',
             "environment.name = 'no_such:Thing': ModuleNotFoundError: No module named 'no_such'",
         ),
-        ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
         (
             '[task]\nagent = "json:dumps"',
             "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model, tok"

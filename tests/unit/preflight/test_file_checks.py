@@ -22,6 +22,13 @@ def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
     assert problem == 'model.flavor: expected "", because model.hf_assets_path is set, found "8B"'
 
 
+def test_an_end_of_sequence_beyond_the_vocabulary(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=[2, 99])
+    (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"'))
+    expected = "model.hf_assets_path: expected an eos_token_id of the model's vocabulary, 0 to 63, found 99"
+    assert problem.startswith(expected)
+
+
 GOOD = {"question": "1+1=", "answer": "2"}
 CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
 

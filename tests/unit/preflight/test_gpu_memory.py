@@ -66,7 +66,7 @@ def test_gradients_stay_whole_where_they_fit() -> None:
     config = load(find(EIGHT), [("activation_checkpoint.mode", "none")])
     assert on_gpus(config, LLAMA_8B, 79 * GIB).training.gradient_sync == "microbatch"
     assert on_gpus(config, LLAMA_8B, 141 * GIB).training.gradient_sync == "update"
-    assert on_gpus(config, LLAMA_8B, 0).training.gradient_sync == "microbatch"  # of unknown size
+    assert on_gpus(config, LLAMA_8B, 0).training.gradient_sync == "microbatch"  # unknown size
 
 
 def test_every_model_of_a_run_is_checked(tmp_path: Path) -> None:

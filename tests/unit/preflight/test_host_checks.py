@@ -66,7 +66,7 @@ def test_head_dims_are_those_of_the_cpu_kernels() -> None:
             return False
         return True
 
-    supported = CPUAttentionBackend.get_supported_head_sizes()  # the kernels take 48 too, of which vLLM says nothing
+    supported = CPUAttentionBackend.get_supported_head_sizes()  # without 48, which only the kernels take
     assert tuple(size for size in range(8, 520, 8) if runs(size) and size in supported) == CPU_HEAD_DIMS
 
 
@@ -102,7 +102,7 @@ def test_the_smallest_gpu_counts(
         ("", "13.0", "expected a CUDA build of torch for this host's 2 GPUs, found a CPU build"),
         ("13.0", "12.4", "found 580.65.06, which runs CUDA up to 12.4"),
         ("13.0", "13.0", ""),
-        ("13.2", "13.0", ""),  # one of a minor version runs, says NVIDIA
+        ("13.2", "13.0", ""),  # NVIDIA: minor versions are compatible
         ("12.8", "13.0", ""),
     ],
 )

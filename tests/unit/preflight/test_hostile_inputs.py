@@ -1,7 +1,9 @@
 """Hostile command lines, files, data sets, rewards and model folders: each is refused with exit code 2 by a line that
 names the key or the file. Odd but usable ones are accepted."""
 
+import importlib
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from titan_rl.preflight import probe
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.plan import prepare
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.types import Prompt
 
 JSONL = "--task.name jsonl --eval.size 0 --training.seq_len 256"
 
@@ -77,16 +80,33 @@ def test_a_data_set(refused: Any, world: Path, rows: bytes, flags: str, message:
     refused(message, *shlex.split(f"{JSONL} --task.path train.jsonl {flags}"))
 
 
+def problem_of(world: Path, source: str) -> str:
+    """Probe a reward in this process, as the child does: a process each takes 0.4 s."""
+    (world / "judge.py").write_text(source)
+    sys.modules.pop("judge", None)
+    importlib.invalidate_caches()
+    prompt = Prompt(0, "00+00=", [], "000", {"a": 0, "b": 0})
+    return probe.problem_of("task.reward", "judge:f", prompt, None, None, begin=lambda stage: None)
+
+
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
-def test_a_reward(refused: Any, world: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str) -> None:
-    if "within 1 s" in message:
-        monkeypatch.setattr(probe, "PROBE_SECONDS", 1)
+def test_a_reward(world: Path, source: str, message: str) -> None:
+    assert message in problem_of(world, source)
+
+
+@pytest.mark.parametrize(("source", "message"), [hostile_files.REWARDS[0], *hostile_files.FATAL_REWARDS])
+def test_a_reward_in_its_process(
+    refused: Any, world: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    if "within 2 s" in message:
+        monkeypatch.setattr(probe, "PROBE_SECONDS", 2)
     (world / "judge.py").write_text(source)
     refused(message, "--task.reward=judge:f")
 
 
-def test_the_name_of_a_reward(refused: Any) -> None:
-    refused("task.reward", "--task.reward=json:")
+@pytest.mark.parametrize("name", hostile_files.NAMES)
+def test_the_name_of_a_reward(refused: Any, name: str) -> None:
+    refused("task.reward", f"--task.reward={name}")
 
 
 @pytest.mark.parametrize(("broken", "message"), hostile_files.MODELS)
@@ -107,8 +127,13 @@ def test_an_odd_but_good_data_set(world: Path, rows: bytes, flags: str) -> None:
     check(*shlex.split(f"{JSONL} --task.path train.jsonl {flags}"))
 
 
-@pytest.mark.parametrize("source", hostile_files.ODD_REWARDS[-3:])
+@pytest.mark.parametrize("source", hostile_files.ODD_REWARDS)
 def test_an_odd_but_good_reward(world: Path, source: str) -> None:
+    assert problem_of(world, source) == ""
+
+
+@pytest.mark.parametrize("source", [hostile_files.ODD_REWARDS[0], *hostile_files.ODD_PROCESSES])
+def test_an_odd_but_good_reward_in_its_process(world: Path, source: str) -> None:
     (world / "judge.py").write_text(source)
     check("--task.reward=judge:f")
 

@@ -1,4 +1,4 @@
-"""Which host and which slot each rank gets, and what is refused."""
+"""Which host and which slot each rank gets, and the refusals."""
 
 from itertools import chain
 

@@ -27,7 +27,7 @@ def found(tmp_path: Path, keys: str) -> list[str]:
             "task.reward: expected to be unset where task.rewards is set",
         ),
         ("rewards = {exat = 1}", 'task.rewards: expected "exact", "last_number"'),
-        ("rewards = {model = 1}", 'task.rewards: expected a reward other than "model", which is a mesh of its own'),
+        ("rewards = {model = 1}", 'task.rewards: expected a reward other than "model", which has its own mesh'),
         (
             'grader = "model"',
             'task.grader: expected a reward other than "model", because a reward model cannot measure',

@@ -69,7 +69,7 @@ def test_weights_without_the_head_that_is_read_are_refused(tmp_path: Path) -> No
     assert problems(config(tmp_path, toml + '[algorithm]\nname = "reward_model"')) == []
     (teacher,) = problems(config(tmp_path, ROLES["teacher"].format(folder)))
     assert teacher.startswith(f"teacher.hf_assets_path: expected lm_head.weight in the weights of {folder}")
-    assert problems(config(tmp_path, ROLES["critic"].format(folder))) == [], "a critic has a head of its own"
+    assert problems(config(tmp_path, ROLES["critic"].format(folder))) == [], "a critic has its own head"
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(body | head, "model-1.safetensors")}))
     (problem,) = problems(config(tmp_path, toml))
@@ -101,7 +101,7 @@ def test_a_role_with_another_tokenizer_is_refused(tmp_path: Path, role: str) -> 
     folder = role_folder(tmp_path, role)
     tokens = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
-    vocabulary["+"], vocabulary["-"] = vocabulary["-"], vocabulary["+"]  # as many ids, but other texts
+    vocabulary["+"], vocabulary["-"] = vocabulary["-"], vocabulary["+"]  # the same ids, but other texts
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
     (problem,) = problems(config(tmp_path, ROLES[role].format(folder)))
     assert problem.startswith(f"{role}.hf_assets_path: expected the policy's tokenizer, found another in {folder}")

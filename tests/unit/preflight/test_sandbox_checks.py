@@ -1,4 +1,4 @@
-"""What is refused about [sandbox] before a run starts."""
+"""Refusals of [sandbox] before a run starts."""
 
 from collections.abc import Iterator
 from pathlib import Path

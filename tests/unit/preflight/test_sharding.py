@@ -24,36 +24,42 @@ def mesh(shard: int = 1, tp: int = 1, replicate: int = 1) -> ParallelismSection:
     )
 
 
-def test_the_formula_agrees_with_torchtitan() -> None:
+PPO = replace(on_device(load(find("ppo_reward_model_llama")), "cpu"), parallelism=mesh(shard=2, tp=2))
+SHAPES = {
+    name: replace(shape, n_layers=2)
+    for name, shape in {"llama": LLAMA_8B, "qwen": QWEN_600M, "value": QWEN_600M.with_value_head()}.items()
+}
+MESHES = [mesh(), mesh(shard=8), mesh(shard=4, tp=2), mesh(shard=2, tp=4, replicate=2), mesh(shard=128, tp=8)]
+CUT = {
+    f"{name} {i}": MeshQuestion(USUAL, shape, p)
+    for (name, shape), (i, p) in product(SHAPES.items(), enumerate(MESHES))
+    if shape.n_kv_heads % p.tensor_parallel_degree == 0
+}
+
+
+@pytest.fixture(scope="module")
+def cuts() -> dict[str, ShardedModel]:
+    """TorchTitan's answers to all questions of this file: one process imports it once."""
+    return ask_titan(questions(PPO, TINY) | CUT)
+
+
+def test_the_formula_agrees_with_torchtitan(cuts: dict[str, ShardedModel]) -> None:
     """To 1%: norms are not cut by tensor parallelism, and each parameter is cut by itself."""
-    shapes = {"llama": LLAMA_8B, "qwen": QWEN_600M, "value": QWEN_600M.with_value_head()}
-    meshes = [mesh(), mesh(shard=8), mesh(shard=4, tp=2), mesh(shard=2, tp=4, replicate=2), mesh(shard=128, tp=8)]
-    short = {name: replace(shape, n_layers=2) for name, shape in shapes.items()}
-    asked = {
-        f"{name} {i}": MeshQuestion(USUAL, shape, p)
-        for (name, shape), (i, p) in product(short.items(), enumerate(meshes))
-        if shape.n_kv_heads % p.tensor_parallel_degree == 0
-    }
-    found = ask_titan(asked)
-    assert found.keys() == asked.keys()
-    for name, question in asked.items():
+    for name, question in CUT.items():
         expected = by_formula(question.shape, question.parallelism)
         for part in ("held", "whole", "block", "last"):
-            got, want = getattr(found[name], part), getattr(expected, part)
+            got, want = getattr(cuts[name], part), getattr(expected, part)
             spare = question.shape.dim + question.shape.vocab_size  # a value head is not cut; the last norm is dealt
             assert want * 0.99 - spare <= got <= want * 1.01 + spare, (name, part)
 
 
-def test_all_meshes_of_a_run_are_asked_about() -> None:
-    config = on_device(load(find("ppo_reward_model_llama")), "cpu")
-    config = replace(config, parallelism=mesh(shard=2, tp=2))
-    found = ask_titan(questions(config, TINY))
-    assert list(found) == ["trainer", "reference", "reward_model", "critic"]
-    sent = found["trainer"].sent
+def test_all_meshes_of_a_run_are_asked_about(cuts: dict[str, ShardedModel]) -> None:
+    assert list(questions(PPO, TINY)) == ["trainer", "reference", "reward_model", "critic"]
+    sent = cuts["trainer"].sent
     assert [len(runs) for runs in sent] == [1] * 4
     assert sum(map(sum, sent)) == TINY.parameters
-    assert found["critic"].last < found["reference"].last
-    assert not found["critic"].sent
+    assert cuts["critic"].last < cuts["reference"].last
+    assert not cuts["critic"].sent
 
 
 def test_a_mesh_that_torchtitan_refuses_is_named() -> None:
@@ -70,7 +76,7 @@ def test_torchtitan_has_a_deadline() -> None:
 
 
 def test_a_rank_that_holds_more_than_its_share_counts() -> None:
-    """What TorchTitan says replaces the formula."""
+    """TorchTitan's numbers replace the formula's."""
     config = on_device(load(find("grpo_llama3_8b")), "cuda")
     resolved = on_gpus(config, LLAMA_8B, 79 * GIB)
     twice = by_formula(LLAMA_8B, config.parallelism)

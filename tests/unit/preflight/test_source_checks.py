@@ -72,7 +72,7 @@ def test_later_turns_have_one_template(tmp_path: Path) -> None:
     found = problems(config(tmp_path, sources(tmp_path, own)))
     assert not [problem for problem in found if problem.startswith("task.sources")]
     found = problems(config(tmp_path, sources(tmp_path, toml + "chat_template_kwargs = {style = 1}")))
-    assert [p for p in found if p.startswith("task.sources.a.chat_template: expected none of its own, because")]
+    assert [p for p in found if p.startswith("task.sources.a.chat_template: expected none, because")]
 
 
 def test_what_a_source_leaves_out_is_that_of_the_task(tmp_path: Path) -> None:

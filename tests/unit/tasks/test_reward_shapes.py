@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.hostile_files import ODD_REWARDS, SHAPES
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
-from titan_rl.tasks.rubric import GRADER, Rubric, Scorer, judge_once
+from titan_rl.tasks.rubric import GRADER, Rubric, Scorer
 from titan_rl.wire.types import Judgement, Prompt
 
 TEXT = Prompt(7, "What is 6*7?", [1], "42", {"question": "What is 6*7?", "answer": "42", "ground_truth": "42"})
@@ -249,19 +248,3 @@ def test_a_component_that_fails_fails_the_answer(module: Callable[..., ModuleTyp
     assert math.isnan(lost.reward)
     assert lost.error.startswith("theirs:f: ZeroDivisionError: division by zero at ")
     assert lost.parts == {"exact": 0.0}
-
-
-# -- before a run -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("source", "message"), SHAPES)
-def test_a_function_that_no_run_can_call_is_named(module: Callable[..., ModuleType], source: str, message: str) -> None:
-    exec(source, module().__dict__)
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        judge_once(component("theirs:f"), CHAT, Answered("42"))
-
-
-@pytest.mark.parametrize("source", [source for source in ODD_REWARDS[:-3] if "torch" not in source])
-def test_an_odd_function_can_be_called(module: Callable[..., ModuleType], source: str) -> None:
-    exec(source, module().__dict__)
-    judge_once(component("theirs:f"), CHAT, Answered("42"))

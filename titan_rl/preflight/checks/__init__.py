@@ -1,10 +1,12 @@
 """Every check of a run before anything is spawned: keys against each other, against files, and against this machine.
 
+    load (the command line) -> config_problems, host_problems -> refused, or a run with warnings -> plan.prepare
+
 toml.py checks each key by itself. Every problem is one line with the key to change, the expected value and the value
 found.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
@@ -16,71 +18,67 @@ from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.shapes import usable_shape
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 
-OF_CONFIG = (
-    *(algorithm.check_steps, algorithm.check_titan_keys, algorithm.check_algorithm),
-    *(rollouts.check_environment, rollouts.check_evaluation, rollouts.check_sandbox, hosts.check_launch),
-)
-OF_SHAPE = (model.check_dimensions, model.check_parallelism, algorithm.check_sampling, model.check_roles)
-
 
 @refusing
-def checked_run(
-    argv: Sequence[str],
-    also: Callable[[Config], Iterable[str]] = lambda _: (),
-    only_warns: Callable[[Config, str], bool] = lambda *_: False,
-    *,
-    submits: bool = False,
-) -> Invocation:
-    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem. `also`
-    returns more problems of a config; a problem that `only_warns` is for another machine to find. A dry run that
-    `submits` the run leaves what --scale writes."""
-    run = load(argv, submits=submits)
-    found, gpus = [*run.problems, *problems(run.config, gpus=run.gpus)], run.gpus
-    elsewhere = list[str]()  # problems of this machine, where the plan of a dry run may be for another one
-    if run.dry_run and gpus.here and run.config.hosts.device != "cpu":
-        elsewhere = host_problems(run.config, gpus=gpus)
-    warns = [text for text in found if only_warns(run.config, text)]
-    found = [*also(run.config), *(text for text in found if text not in warns and text not in elsewhere)]
-    if found:
-        refuse(run.given_name, found)
-    return replace(run, warnings=(*warnings(run.config, gpus=gpus), *warns, *elsewhere))
+def checked_run(argv: Sequence[str]) -> Invocation:
+    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem."""
+    run = load(argv)
+    refused, warned = judged(run)
+    if refused:
+        refuse(run.given_name, refused)
+    return replace(run, warnings=tuple(warned))
+
+
+def judged(run: Invocation) -> tuple[list[str], list[str]]:
+    """Return the problems of a run, and its warnings. A dry run only warns of this machine's problems: its plan may be
+    for another one."""
+    config, gpus = run.config, run.gpus
+    refused, here = [*run.problems, *config_problems(config, gpus)], host_problems(config, gpus=gpus)
+    if run.dry_run and gpus.here and config.hosts.device != "cpu":
+        return refused, [*warnings(config, gpus=gpus), *here]
+    return [*refused, *here], warnings(config, gpus=gpus)
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return everything that would make the run fail on a host with these GPUs."""
-    return list(_problems(on_device(config, device_of(config, gpus.count)), gpus))
+    return [*config_problems(config, gpus), *host_problems(config, gpus=gpus)]
 
 
-def _problems(config: Config, gpus: Gpus) -> Iterator[str]:
-    on_gpus = device_of(config, gpus.count) == "cuda"
-    gpu_bytes = gpus.nbytes if on_gpus else 0
+def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
+    """Yield the problems of keys and files, and of memory on GPUs of this size."""
+    device = device_of(config, gpus.count)
+    config, gpus = on_device(config, device), gpus if device == "cuda" else NO_GPUS
     shape, unusable = usable_shape(config)
-    readable = [
+    unreadable = [
         *unusable,
         *model.check_assets(config, shape),
         *task.check_task(config),
         *task.check_template_keys(config),
+        *(model.check_lengths(config, shape) if shape else ()),
     ]
-    readable += model.check_lengths(config, shape) if shape else ()
-    yield from readable
-    if not readable:  # rows and chats are measured with these assets, against these lengths
-        unfit = list(task.check_row_lengths(config))
-        yield from unfit or task.check_chat(config)
-    for check in OF_CONFIG:
-        yield from check(config)
-    yield from hosts.check_hosts(config, gpus.count if on_gpus else 0)
+    yield from unreadable or list(task.check_row_lengths(config)) or task.check_chat(config)  # with readable assets
+    yield from algorithm.check_steps(config)
+    yield from algorithm.check_titan_keys(config)
+    yield from algorithm.check_algorithm(config)
+    yield from rollouts.check_environment(config)
+    yield from rollouts.check_evaluation(config)
+    yield from rollouts.check_sandbox(config)
+    yield from hosts.check_launch(config)
+    yield from hosts.check_hosts(config, gpus.count)
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
-    if shape:
-        for check in OF_SHAPE:
-            yield from check(config, shape)
-        if gpu_bytes:
-            yield from machine.check_gpu_memory(config, shape, gpu_bytes, most=gpus_of_hosts(config, gpus.count))
-        yield from machine.check_cache_room(config, shape, gpu_bytes)
-    yield from host_problems(config, gpus=gpus)
+    if shape is None:
+        return
+    yield from model.check_dimensions(config, shape)
+    yield from model.check_parallelism(config, shape)
+    yield from algorithm.check_sampling(config, shape)
+    yield from model.check_roles(config, shape)
+    if gpus.nbytes:
+        yield from machine.check_gpu_memory(config, shape, gpus.nbytes, most=gpus_of_hosts(config, gpus.count))
+    yield from machine.check_cache_room(config, shape, gpus.nbytes)
 
 
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
-    """Return those problems that a host with other GPUs would not have."""
+    """Return the problems that a host with other GPUs would not have."""
     config = on_device(config, device_of(config, gpus.count))
     return [*machine.check_driver(config, gpus), *machine.check_placement(config, usable_shape(config)[0], gpus.count)]
 
@@ -89,7 +87,7 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
-    shape = usable_shape(config)[0]
-    if shape:
+    if shape := usable_shape(config)[0]:
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
-    return [*found, *(machine.snapshot_warning(config, shape) if gpus.here else ())]
+        found += machine.snapshot_warning(config, shape) if gpus.here else ()
+    return found

@@ -71,8 +71,8 @@ def unwritable(folder: Path) -> str:
 
 
 def _check_inner(config: Config) -> Iterator[str]:
-    """Check that keys name folders of their own in the dump folder."""
-    taken: dict[str, PurePosixPath] = {}
+    """Check that keys name separate folders in the dump folder."""
+    folders: dict[str, PurePosixPath] = {}
     for key in INNER:
         name = valued(config, key)
         path = PurePosixPath(name)
@@ -83,11 +83,13 @@ def _check_inner(config: Config) -> Iterator[str]:
             yield f"{key}: expected {expected} of at most 255 bytes each, found {as_toml(name[:80])}..."
         elif path.parts[0] in OWN:
             yield f"{key}: expected {expected}, found {as_toml(name)}, which the run writes itself"
-        elif other := next((k for k, p in taken.items() if p == path or p in path.parents or path in p.parents), None):
-            found = f"found {as_toml(name)} and {other} = {as_toml(str(taken[other]))}"
-            yield f"{key}: expected {expected} apart from that of {other}, {found}"
+        elif other := next(
+            (k for k, p in folders.items() if p == path or p in path.parents or path in p.parents), None
+        ):
+            found = f"found {as_toml(name)} and {other} = {as_toml(str(folders[other]))}"
+            yield f"{key}: expected {expected} apart from {other}'s, {found}"
         else:
-            taken[key] = path
+            folders[key] = path
 
 
 def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
@@ -99,7 +101,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
         before = load(folder / "config.toml")
         had = shape_of(before.model)
     except (ConfigError, OSError, ValueError):
-        return  # written by another version, or its model folder is gone: loading the checkpoint will tell
+        return  # written by another version, or its model folder is gone: loading the checkpoint finds out
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
     if not config.checkpoint.enable:
         yield problem(config, "checkpoint.enable", f"true, {hint}")

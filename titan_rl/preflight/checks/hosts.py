@@ -73,7 +73,7 @@ def _check_addresses(hosts: HostsSection) -> Iterator[str]:
     if len(schemes) > 1:
         yield "hosts.addresses: expected all of them with tls://, or all with tcp://, found both"
     if "tcp" in schemes and not hosts.insecure:
-        why = "because tcp:// has no encryption, and whoever reaches a port executes code as you"
+        why = "because tcp:// has no encryption, and every client that reaches a port executes code as you"
         yield f"hosts.insecure: expected true, {why}, found false; tls:// needs certificates (docs/security.md)"
     if "tls" in schemes and not hosts.tls:
         yield 'hosts.tls: expected a folder with a certificate (python -m titan_rl.worker --init-tls), found ""'
@@ -90,7 +90,7 @@ def _check_ssh(hosts: HostsSection) -> Iterator[str]:
     if not program or not shutil.which(program[0]):
         yield f"hosts.ssh: expected a program on PATH, found none named by {as_toml(hosts.ssh)}"
     for address in hosts.addresses if hosts.tls else ():
-        with suppress(ValueError):  # which was said
+        with suppress(ValueError):  # _check_addresses has named it
             scheme, host, _ = split_address(address)
             folder = Path(hosts.tls).absolute().parent / host
             if scheme == "tls" and not (folder / CERT).is_file():
@@ -98,7 +98,7 @@ def _check_ssh(hosts: HostsSection) -> Iterator[str]:
 
 
 def missing_addresses(hosts: HostsSection) -> Iterator[str]:
-    """Yield that addresses are missing, of which a dry run needs none."""
+    """Yield a problem if addresses are missing. A dry run needs none."""
     if hosts.at_addresses and hosts.number != len(hosts.addresses):
         where = "where workers wait (python -m titan_rl.worker)"
         if hosts.kind == "ssh":
@@ -108,14 +108,14 @@ def missing_addresses(hosts: HostsSection) -> Iterator[str]:
 
 
 def attach_warnings(config: Config) -> Iterator[str]:
-    """Yield what a user must know about a run across hosts."""
+    """Yield the risks of a run across hosts."""
     hosts = config.hosts
     if not hosts.at_addresses:
         return
     if any(address.startswith("tcp://") for address in hosts.addresses):
         yield (
-            "hosts.insecure: whoever reaches a worker or this run over the network executes code as you, and reads "
-            "weights and prompts; use it only where no one else is"
+            "hosts.insecure: every client that reaches a worker or this run over the network executes code as you, and "
+            "reads weights and prompts; use it only on a network without other users"
         )
     yield (
         "collectives of a mesh that spans hosts (gloo, NCCL), and the port at which its ranks meet, are not encrypted: "
@@ -136,7 +136,7 @@ def _check_roles(config: Config) -> Iterator[str]:
 
 
 def stop_seconds(config: Config) -> int:
-    """Return how long before its end a job must hear of it, so that the run has saved by then."""
+    """Return how long before its end a job must be signalled, so that the run can save."""
     return int(config.fault.stop_grace_seconds) + STOP_SECONDS
 
 

@@ -140,11 +140,11 @@ def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if config.fault.snapshot_interval == 0 or shape is None:
         return
     degrees = [p.data_parallel_replicate_degree for p in trained_meshes(config).values()]
-    kept = sum(snapshot_bytes(shape.parameters, config.training.dtype, degree) for degree in degrees)
+    nbytes = sum(snapshot_bytes(shape.parameters, config.training.dtype, degree) for degree in degrees)
     memory = host_memory()
-    if kept > memory / 2:
+    if nbytes > memory / 2:
         yield (
-            f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {kept / GIB:.0f} GiB of the "
+            f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {nbytes / GIB:.0f} GiB of the "
             f"host's {memory / GIB:.0f} GiB of memory; 0 disables them"
         )
 

@@ -186,20 +186,20 @@ def _check_folder(config: Config, shape: ModelShape, role: str, why: str) -> Ite
         yield problem(config, key, f"a Hugging Face folder, required by {why}")
         return
     try:
-        found = shape_of_folder(folder, key)
+        own_shape = shape_of_folder(folder, key)
         vocabulary = TextTokenizer.load(Path(folder)).tokenizer.get_vocab()
     except Exception as error:  # tokenizers raises Exception itself
         yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
         return
-    misfit = (found.head == "value") != (role == "reward_model") and role != "critic"
-    new_head = role == "critic" and found.head == "lm"
-    yield from check_weights(Path(folder), key, None if misfit else found, head=not new_head)
+    misfit = (own_shape.head == "value") != (role == "reward_model") and role != "critic"
+    new_head = role == "critic" and own_shape.head == "lm"
+    yield from check_weights(Path(folder), key, None if misfit else own_shape, head=not new_head)
     if misfit:
         wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
         yield f"{key}: expected {wanted}, found another kind of model in {folder}"
-    if role == "teacher" and config.teacher.mesh == "trainer" and found != shape:
+    if role == "teacher" and config.teacher.mesh == "trainer" and own_shape != shape:
         yield problem(config, "teacher.mesh", '"own", because teacher and policy differ in shape')
-    if role == "critic" and replace(found, head=shape.head, tied=shape.tied) != shape:
+    if role == "critic" and replace(own_shape, head=shape.head, tied=shape.tied) != shape:
         yield f"{key}: expected the policy's shape, found another shape in {folder}"
     own = policy_tokenizer(config)
     ours = own.tokenizer.get_vocab() if own else vocabulary

@@ -157,11 +157,11 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     if tokenizer is None:
         return
     try:
-        found = unfit_rows(config, task, tokenizer)
+        unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
         yield from error.problems
         return
-    for examples, unfit in zip((task.known, task.heldout), found, strict=True):
+    for examples, unfit in zip((task.known, task.heldout), unfit_by_part, strict=True):
         if unfit and config.task.on_unfit_rows == "refuse":
             drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
             yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
@@ -182,7 +182,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     for key, name in rewards_of(task):
         if name == "model" and key != "reward":
             why = "because a reward model cannot measure a policy trained against it"
-            why = why if key in ("eval_reward", "grader") else "which is a mesh of its own: name it in task.reward"
+            why = why if key in ("eval_reward", "grader") else "which has its own mesh: name it in task.reward"
             yield f'task.{key}: expected a reward other than "model", {why}, found "model"'
         if name in ("model", *BUILT_IN):
             continue
@@ -193,14 +193,14 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
 
 def rewards_of_sets(config: Config) -> list[str]:
     """Return the rewards of [eval.sets], whose tables may not be sound."""
-    found = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
-    return [name for name in found if isinstance(name, str) and name]
+    names = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
+    return [name for name in names if isinstance(name, str) and name]
 
 
 def rewards_of(task: TaskSection) -> list[tuple[str, str]]:
     """Return every reward that the task names, and the key that names it."""
-    found = [("rewards", name) for name in task.rewards] or [("reward", task.reward)]
-    return [*found, *((key, getattr(task, key)) for key in ("eval_reward", "grader") if getattr(task, key))]
+    rewards = [("rewards", name) for name in task.rewards] or [("reward", task.reward)]
+    return [*rewards, *((key, getattr(task, key)) for key in ("eval_reward", "grader") if getattr(task, key))]
 
 
 def _table(task: TaskSection) -> Iterator[str]:
@@ -237,8 +237,8 @@ def check_template_keys(config: Config) -> Iterator[str]:
         yield from _template_keys(source, task.template)
         turns = config.rollout_code or source.demonstration_key
         if turns and _style(source) != _style(own):
-            why = f"because the later turns of {turns!r} are rendered by that of [task]"
-            yield f"{source.section}.chat_template: expected none of its own, {why}, found one, or its own kwargs"
+            why = f"because the later turns of {turns!r} are rendered by [task]'s"
+            yield f"{source.section}.chat_template: expected none, {why}, found one, or other kwargs"
 
 
 def styled_sources(config: Config) -> list[DataSource]:
@@ -268,7 +268,7 @@ def _template_keys(source: DataSource, template: str) -> Iterator[str]:
                 yield f"{section}.{key}: {expected}, found {as_toml(found)}"
     for name in RESERVED:
         if name in source.chat_template_kwargs:
-            expected = "expected variables of the template other than those that every rendering sets"
+            expected = f"expected variables of the template other than {', '.join(RESERVED)}"
             yield f"{section}.chat_template_kwargs: {expected}, found {name!r}"
     found = as_toml(source.chat_template)
     if source.chat_template and not is_inline(source.chat_template):
@@ -288,8 +288,8 @@ def check_chat(config: Config) -> Iterator[str]:
     key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
     rendered = [(key, tokenizer)]
     for source in styled_sources(config):
-        given = template_text(source.chat_template)
-        own = replace(tokenizer.chat_settings, template=given, kwargs=source.chat_template_kwargs)
+        template = template_text(source.chat_template)
+        own = replace(tokenizer.chat_settings, template=template, kwargs=source.chat_template_kwargs)
         rendered.append((f"{source.section}.chat_template", with_chat(tokenizer, own)))
     for key, each in rendered:
         yield from (f"{key}: {found.check}: {found.detail}" for found in inspected(config, each) if found.refuses)

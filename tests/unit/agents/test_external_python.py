@@ -12,7 +12,7 @@ import pytest
 
 from support.played import LIMITS, PATIENCE, Played, playing, prompt_of
 from titan_rl.agents.episode_news import Ask, Begin, Blocked
-from titan_rl.agents.guest import CHILD, PACKAGE, python_in
+from titan_rl.agents.external_python import CHILD, PACKAGE, python_in
 
 UNRULY, SELFISH = "support.lookalikes:Unruly", "support.lookalikes:Selfish"
 QUICK = replace(LIMITS, turn_seconds=1.5)

@@ -1,6 +1,6 @@
-"""The user's environments in another Python: a child process, which guest_program.py is, and proxies of what it has.
+"""The user's environments in another Python: a child process (external_program.py), and proxies of its objects.
 
-    GuestPython.make ──> GuestEnvironment: reset, step, tools, get_reward, close ── a line each ──> the child
+    ExternalPython.make ──> ExternalEnvironment: reset, step, tools, get_reward, close ── a line each ──> the child
 
 So an environment may need packages that this project cannot have. The child runs many rollouts at the same time, as
 this process would. If it dies or blocks, this process is replaced as one whose own code did that.
@@ -27,42 +27,42 @@ CHILD = (
     f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
-    "from titan_rl.agents.guest_program import serve; asyncio.run(serve())"
+    "from titan_rl.agents.external_program import serve; asyncio.run(serve())"
 )
-"""Of this project, the child finds what it imports from these files, and nothing that is installed next to them."""
+"""The child imports this project's files, but no package that is installed for this Python."""
 LONGEST_LINE = 1 << 30  # bytes
 START_SECONDS = 300.0  # to import the user's code
-CANCEL_SECONDS = 2.0  # for the child to say where a call was that is cancelled
+CANCEL_SECONDS = 2.0  # for the child to send the place of a cancelled call
 
 
-class GuestError(Exception):
+class ExternalError(Exception):
     """An error in the child. Its class has the name of the error's, and `place` is where it was raised."""
 
     place = ""
 
 
-class GuestReport(NamedTuple):
+class ExternalReport(NamedTuple):
     blocked: float = 0.0  # seconds for which the child's loop has not moved
     of: int | None = None  # the rollout that blocks it
     place: str = ""
     stuck: int = 0  # threads whose call was given up
 
 
-class GuestPython:
+class ExternalPython:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._ended = ""  # how the child ended
         self._closed = False
-        self.report = GuestReport()
+        self.report = ExternalReport()
         self.version = ""
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
         cls, python: str, name: str, *, key: str, args: Mapping[str, Any], agent: bool = False, concurrency: int = 8
-    ) -> "GuestPython":
+    ) -> "ExternalPython":
         """Start a child that has loaded an environment or an agent. Raise ValueError if it cannot."""
         executable = python_in(python)
         bin_folder = str(executable.parent)
@@ -94,10 +94,10 @@ class GuestPython:
             await self.close()
             raise
         if "ready" not in first:
-            said, kind = first.get("failed") or await self._end(), first.get("kind", "")
+            why, kind = first.get("failed") or await self._end(), first.get("kind", "")
             await self.close()
             raise ValueError(
-                said if said.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {said}"
+                why if why.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {why}"
             )
         self.version = first["ready"]
         self._reader = asyncio.create_task(self._read())
@@ -110,11 +110,11 @@ class GuestPython:
 
     async def make(
         self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any
-    ) -> "GuestEnvironment":
+    ) -> "ExternalEnvironment":
         """Make the environment of a rollout."""
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        offered, of = {**given, "task_seed": task_seed, "messages": messages}, _rollout()
-        return GuestEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+        offered, of = {**keywords, "task_seed": task_seed, "messages": messages}, _rollout()
+        return ExternalEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
     async def run(self, **offered: Any) -> Any:
         """Run the agent."""
@@ -142,7 +142,7 @@ class GuestPython:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the child, with what it started. Calls that wait for it are cancelled."""
+        """End the child and its own children. Calls that wait for it are cancelled."""
         self._closed = True
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -170,13 +170,13 @@ class GuestPython:
     async def _read(self) -> None:
         while message := await self._line():
             if "report" in message:
-                self.report = GuestReport(**message["report"])
+                self.report = ExternalReport(**message["report"])
                 continue
             waiting = self._waiting.get(message["id"])
             if waiting is None or waiting.done():
                 continue
             if "error" in message:
-                error = type(message["kind"], (GuestError,), {})(message["error"])
+                error = type(message["kind"], (ExternalError,), {})(message["error"])
                 error.place = message["place"]
                 waiting.set_exception(error)
             elif "cancelled" in message:
@@ -202,21 +202,21 @@ def _rollout() -> int:
     return int(task.get_name())
 
 
-class GuestEnvironment:
-    """An environment in the child, with the methods of episodes.Environment that it has."""
+class ExternalEnvironment:
+    """An environment in the child, with the methods that it has."""
 
     def __init__(self, ask: Callable[..., Any], has: list[str]) -> None:
-        self._ask, self.tools = ask, list[GuestTool]()
+        self._ask, self.tools = ask, list[ExternalTool]()
         if "step" in has:
             self.step = self._step
         if "get_reward" in has:
             self.get_reward = partial(ask, "get_reward")
 
     async def reset(self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any) -> Any:
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        found = await self._ask("reset", offered={**given, "task_seed": task_seed, "messages": messages})
-        self.tools = [GuestTool(self._ask, schema) for schema in found["tools"]]
-        return Conversation(found["observation"]) if found["whole"] else found["observation"]
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+        reply = await self._ask("reset", offered={**keywords, "task_seed": task_seed, "messages": messages})
+        self.tools = [ExternalTool(self._ask, schema) for schema in reply["tools"]]
+        return Conversation(reply["observation"]) if reply["whole"] else reply["observation"]
 
     async def close(self) -> None:
         await self._ask("close")
@@ -224,11 +224,11 @@ class GuestEnvironment:
     async def _step(self, reply: Any) -> Any:
         fields = {"text": reply.text, "tokens": list(reply.tokens), "finish": reply.finish, "problem": reply.problem}
         answer = await self._ask("step", reply={**fields, "calls": [], "message": reply.message})
-        found = tuple(answer["found"]) if isinstance(answer["found"], list) else answer["found"]
-        return (Conversation(found[0]), *found[1:]) if answer["whole"] else found
+        result = tuple(answer["found"]) if isinstance(answer["found"], list) else answer["found"]
+        return (Conversation(result[0]), *result[1:]) if answer["whole"] else result
 
 
-class GuestTool:
+class ExternalTool:
     """A tool of an environment in the child."""
 
     def __init__(self, ask: Callable[..., Any], schema: dict[str, Any]) -> None:
@@ -241,17 +241,17 @@ class GuestTool:
 
 def python_in(path: str) -> Path:
     """Return the Python of a virtual environment's folder, or the Python itself. Raise ValueError if there is none."""
-    given = Path(path).expanduser().absolute()
-    found = given / "bin" / "python" if given.is_dir() else given
-    if not (found.is_file() and os.access(found, os.X_OK)):
+    absolute = Path(path).expanduser().absolute()
+    python = absolute / "bin" / "python" if absolute.is_dir() else absolute
+    if not (python.is_file() and os.access(python, os.X_OK)):
         raise ValueError(
             f"environment.python: expected a Python or the folder of a virtual environment, found {path!r}"
         )
-    return found
+    return python
 
 
 def users_path() -> list[str]:
-    """Return where this process finds the user's modules: not those of its own Python."""
+    """Return the folders of sys.path and the working directory, without the folders of this Python."""
     own = tuple(str(Path(prefix)) for prefix in {sys.prefix, sys.base_prefix})
     here = [str(Path(path).absolute()) for path in sys.path if path]
     return [path for path in [*here, os.getcwd()] if not path.startswith(own)]

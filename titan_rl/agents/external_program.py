@@ -1,9 +1,9 @@
-"""Runs the user's environments in the Python of environment.python, which has none of this project's packages.
+"""Runs the user's environments in the Python of environment.python, without this project's packages.
 
     one JSON object per line:  {"id", "do": make | reset | step | tool | get_reward | close | run | cancel, ...}  stdin
                                {"id", "value" | "error" | "cancelled", "place"}, {"report"} each second           stdout
 
-guest.py is the other end. Prints of the user's code go to stderr. The process ends with its stdin.
+external_python.py is the other end. Prints of the user's code go to stderr. The process ends with its stdin.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from titan_rl.agents.user_code import (
 REPORT_SECONDS = 1.0
 
 
-class Guest:
-    def __init__(self, hello: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        self._name, self._args, self._tell = hello["name"], hello["args"], tell
+class Program:
+    def __init__(self, hello: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+        self._name, self._args, self._send = hello["name"], hello["args"], send
         self._threads = Threads(hello["concurrency"])
         key = hello["key"]
         if hello["agent"]:
@@ -59,7 +59,7 @@ class Guest:
         self._ident = threading.get_ident()
         threading.Thread(target=self._report, daemon=True).start()
 
-    def hear(self, request: dict[str, Any]) -> None:
+    def begin_call(self, request: dict[str, Any]) -> None:
         """Begin a call, or cancel one."""
         if request["do"] == "cancel":
             if (call := self._calls.get(request["id"])) is not None:
@@ -78,13 +78,13 @@ class Guest:
             answer["cancelled"] = next(iter(getattr(error, "__notes__", ())), "") or error_place(error)
         except BaseException as error:  # also a sys.exit: it ends this rollout, not the process
             answer |= {"error": str(error), "kind": type(error).__name__, "place": error_place(error)}
-        self._tell(answer)
+        self._send(answer)
 
     async def _make(self, request: dict[str, Any]) -> list[str]:
         """Make an environment; return which methods it has."""
-        found = await make_environment(self._maker, self._name, request["offered"], self._args)
-        self._environments[request["of"]] = found
-        return [name for name in ("step", "get_reward") if hasattr(found, name)]
+        environment = await make_environment(self._maker, self._name, request["offered"], self._args)
+        self._environments[request["of"]] = environment
+        return [name for name in ("step", "get_reward") if hasattr(environment, name)]
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         environment = self._environments[request["of"]]
@@ -96,9 +96,9 @@ class Guest:
 
     async def _step(self, request: dict[str, Any]) -> dict[str, Any]:
         reply = SimpleNamespace(**request["reply"])
-        found = await call_user(self._environments[request["of"]].step, reply)
-        whole = isinstance(found, tuple) and bool(found) and isinstance(found[0], Conversation)
-        return {"found": found, "whole": whole}
+        result = await call_user(self._environments[request["of"]].step, reply)
+        whole = isinstance(result, tuple) and bool(result) and isinstance(result[0], Conversation)
+        return {"found": result, "whole": whole}
 
     async def _tool(self, request: dict[str, Any]) -> Any:
         return await call_user(self._tools[request["of"]][request["name"]], **request["arguments"])
@@ -117,7 +117,7 @@ class Guest:
         return await call_user(self._maker, **keywords_of(self._maker, request["offered"], self._name))
 
     def _report(self) -> None:
-        """Tell each second what blocks the loop, and how many threads are stuck."""
+        """Send each second which rollout blocks the loop, and how many threads are stuck."""
         while True:
             self._loop.call_soon_threadsafe(self._beat)
             time.sleep(REPORT_SECONDS)
@@ -126,7 +126,7 @@ class Guest:
             if blocked > REPORT_SECONDS:
                 name = task.get_name() if task is not None else ""
                 report |= {"of": int(name) if name.isdecimal() else None, "place": thread_place(self._ident)}
-            self._tell({"report": report})
+            self._send({"report": report})
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
@@ -134,9 +134,9 @@ class Guest:
 
 async def serve() -> None:
     out, lock = os.fdopen(os.dup(1), "w", encoding="utf-8"), threading.Lock()
-    os.dup2(2, 1)  # what the user's code prints is no answer
+    os.dup2(2, 1)  # prints of the user's code are no answers
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         line = json.dumps(message, default=plain, skipkeys=True)
         with lock:
             out.write(line + "\n")
@@ -145,19 +145,19 @@ async def serve() -> None:
     hello = json.loads(sys.stdin.buffer.readline())
     sys.path += [path for path in hello["path"] if path not in sys.path]
     try:
-        guest = Guest(hello, tell)
+        program = Program(hello, send)
     except BaseException as error:  # importing the user's module runs it
-        tell({"failed": str(error), "kind": type(error).__name__})
+        send({"failed": str(error), "kind": type(error).__name__})
         return
-    tell({"ready": sys.version.split()[0]})
+    send({"ready": sys.version.split()[0]})
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_listen, args=(loop, guest), daemon=True).start()
+    threading.Thread(target=_listen, args=(loop, program), daemon=True).start()
     await loop.create_future()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, guest: Guest) -> None:
-    """Read requests, on a thread of its own: the process ends with its stdin even while the loop is blocked."""
+def _listen(loop: asyncio.AbstractEventLoop, program: Program) -> None:
+    """Read requests, on a separate thread: the process ends with its stdin even while the loop is blocked."""
     with suppress(ValueError):
         for line in sys.stdin.buffer:
-            loop.call_soon_threadsafe(guest.hear, json.loads(line))
+            loop.call_soon_threadsafe(program.begin_call, json.loads(line))
     os._exit(0)
