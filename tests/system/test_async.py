@@ -160,7 +160,7 @@ def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, apart: Run, tm
     assert all(line["sync/hidden"] == 0 for line in partial.lines("metrics.jsonl"))
 
 
-def test_memory_is_steady_over_hundreds_of_steps(runs: Runs, tmp_path: Path) -> None:
+def test_memory_is_steady_over_steps(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(
         tmp_path / "run", rollout__lag=2, training__steps=10_000, **{**LAGGING, "checkpoint__interval": 10_000}
     )
@@ -169,14 +169,14 @@ def test_memory_is_steady_over_hundreds_of_steps(runs: Runs, tmp_path: Path) -> 
         pids = {"controller": run.process.pid, **run.workers()}
         return {name: _resident_mb(pid) for name, pid in pids.items()}
 
-    run.wait_for_step(60)
+    run.wait_for_step(40)
     before = resident()
-    run.wait_for_step(300, timeout=300)
+    run.wait_for_step(110, timeout=300)
     after = resident()
     run.process.send_signal(signal.SIGINT)
     run.finish(timeout=120)
     assert before.keys() == after.keys()
-    assert {name: round(after[name] - before[name]) for name in after if after[name] - before[name] > 40} == {}
+    assert {name: round(after[name] - before[name]) for name in after if after[name] - before[name] > 12} == {}
 
 
 def _resident_mb(pid: int) -> float:
