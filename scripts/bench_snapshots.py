@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what snapshots in memory cost, and what they save. Appends rows to a CSV.
+"""Measure the cost and the benefit of snapshots in memory. Appends rows to a CSV.
 
     .venv/bin/python scripts/bench_snapshots.py             # about five minutes
     .venv/bin/python scripts/bench_snapshots.py copy        # one process only, seconds

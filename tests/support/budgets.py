@@ -30,7 +30,7 @@ class Seconds:
 
 
 def cpu_seconds(pid: int | str = "self") -> float:
-    """Return the CPU seconds of a process, its live descendants, and those that they have waited for."""
+    """Return the CPU seconds of a process, its live descendants, and the ended ones that they have waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
@@ -44,7 +44,7 @@ def file_of(nodeid: str) -> str:
 
 
 def budgets(path: Path) -> tuple[float, dict[str, float]]:
-    """Return the default budget and those of single files, in CPU seconds."""
+    """Return the default budget and the budgets of single files, in CPU seconds."""
     table = tomllib.loads(path.read_text())
     return table["default"], table["files"]
 

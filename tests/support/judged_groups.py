@@ -1,4 +1,4 @@
-"""Groups of rollouts that can be followed by hand, and what is computed of them."""
+"""Groups of rollouts that can be followed by hand, and the figures computed of them."""
 
 from collections.abc import Sequence
 from typing import Any, get_args

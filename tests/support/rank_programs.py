@@ -130,7 +130,7 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
             routed = [value for name, value in stats.metrics.items() if name.startswith("router/")]
             found.append([stats.loss, stats.grad_norm, *routed])
         model.close()
-    torch._dynamo.reset()  # the next case is a program of its own: its compilations do not count with these
+    torch._dynamo.reset()  # the next case is another program: its compilations do not count with these
     titan_model.titan_config = real
     if calls is not None:
         assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers

@@ -12,7 +12,7 @@ import pytest
 
 from support.checkouts import Checkout, clone, simple_index
 
-# Records how it is called, and installs the checkout by a .pth file, unless the environment says that it fails.
+# Records how it is called, and installs the checkout by a .pth file, unless a variable makes it fail.
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 options = sys.argv[1:]
@@ -107,7 +107,7 @@ def test_what_each_extra_leaves_out(checkout: Checkout, tmp_path: Path) -> None:
 def test_pip_takes_over_where_uv_fails(checkout: Checkout, tmp_path: Path) -> None:
     done = checkout.call("--extra", "cpu", **stand_in(tmp_path / "bin"), STAND_IN="fails")
     assert done.returncode == 0, done.stderr
-    assert f"titan_rl: uv failed, trying pip (the log says why: {checkout.log})" in done.stderr.splitlines()
+    assert f"titan_rl: uv failed, trying pip (the reason is in {checkout.log})" in done.stderr.splitlines()
     assert "No solution found" in checkout.log.read_text()
     assert "Successfully installed" in checkout.log.read_text()
     assert checkout.call().stderr == ""
