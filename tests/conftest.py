@@ -1,3 +1,4 @@
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ from hypothesis import settings  # noqa: E402
 from support.running import WHOLE, RunFiles, Runs, finished_once, shared_folder  # noqa: E402
 
 pytest_plugins = ["support.budgets"]
+
+gc.disable()  # until all test modules are imported: collections of the interpreter would find nothing
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported libraries from later garbage collections, which take half a second each otherwise."""
+    gc.freeze()
+    gc.enable()
+
 
 settings.register_profile("quick", deadline=None, max_examples=25)  # a busy machine is no failing property
 # scripts/test --all draws the same examples every time, so that only changes make it fail. "quick" explores.
