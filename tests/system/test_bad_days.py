@@ -265,16 +265,16 @@ def test_every_host_that_does_not_join_is_named_with_what_was_tried(
     runs: Runs, pair: tuple[WorkerHost, WorkerHost], odd: dict[str, WorkerHost], tmp_path: Path
 ) -> None:
     fine, nothing = pair[0].address, free_address("127.0.0.7")
-    nobody, version = "tcp://no-such-host.invalid:26600", odd["version"].address
+    unknown, version = "tcp://no-such-host.invalid:26600", odd["version"].address
     with socket.create_server(("127.0.0.8", 0)) as silent:
         mute = f"tcp://127.0.0.8:{silent.getsockname()[1]}"
-        addresses = (fine, nobody, nothing, mute, version)
+        addresses = (fine, unknown, nothing, mute, version)
         run = runs.start(tmp_path / "run", **keys(*addresses, hosts__join_seconds=10))
         out = said(run)
     assert run.code == 1, out
     assert "4 of 5 hosts did not join: " in out, out
     assert (
-        f"{nobody} did not answer within hosts.join_seconds = 10: the name no-such-host.invalid resolves to" in out
+        f"{unknown} did not answer within hosts.join_seconds = 10: the name no-such-host.invalid resolves to" in out
     ), out
     assert f"{nothing} did not answer within hosts.join_seconds = 10: nothing listens at 127.0.0.7:" in out, out
     assert f"{mute} did not answer within hosts.join_seconds = 10: something listens there" in out, out

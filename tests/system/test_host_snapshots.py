@@ -1,4 +1,4 @@
-"""Hosts that cannot map the controller's memory: workers in PID namespaces of their own, as containers are. Keepers
+"""Hosts that cannot map the controller's memory: workers in separate PID namespaces, as containers are. Keepers
 hold the snapshots of their trainers."""
 
 import os
