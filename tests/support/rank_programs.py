@@ -35,6 +35,7 @@ class Case:
     reshard: Literal["default", "always"] = "default"
     share: bool | None = None  # the prompts of groups; None: each document has its own
     family: Family = "llama3"
+    layers: int = 2
 
 
 MESHES = {
@@ -52,7 +53,7 @@ MESHES = {
 
 
 def config_of(case: Case, folder: Path) -> Config:
-    base = config(folder, MESHES[case.layout], name=case.family)
+    base = config(folder, MESHES[case.layout], name=case.family, n_layers=case.layers)
     return replace(
         base,
         training=replace(
