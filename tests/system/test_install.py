@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_progress_is_one_line_on_a_terminal_and_plain_elsewhere(
     assert install.run([sys.executable, "-c", program], "uv", tmp_path / "log") == 3
     assert (tmp_path / "log").read_text() == "Resolved 7 packages in 1s\nend\n"
     text = shown.getvalue()
-    assert "titan_rl: uv: 7 packages, 1 s" in text
+    assert re.search(r"titan_rl: uv: 7 packages, \d+ s", text)
     if terminal:
         assert "\n" not in text
         assert text.startswith("\r\x1b[Ktitan_rl: ")
