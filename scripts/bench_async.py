@@ -1,19 +1,13 @@
 #!/usr/bin/env python3
-"""Measure what lagging rollouts bring and cost: time, capacity, cached prefixes, learning. Appends rows to CSVs.
+"""Measure throughput, cached prefixes and learning of lagging rollouts. Appends rows to CSVs.
 
     .venv/bin/python scripts/bench_async.py overlap              # about 15 minutes
-    .venv/bin/python scripts/bench_async.py capacity             # about 7 minutes
-    .venv/bin/python scripts/bench_async.py turns                # about 1 minute
     .venv/bin/python scripts/bench_async.py prefix               # about 1 minute
     .venv/bin/python scripts/bench_async.py learning             # about 25 minutes; continues where it was stopped
 
 overlap    real runs, one trainer process and one engine, of rollouts whose lengths have a long tail: throughput at a
-           lag over that of the synchronous run of the same round. If generation (G) and training (T) took as long as
+           lag, divided by the synchronous run's in the same round. If generation (G) and training (T) took as long as
            in that run, but overlapped perfectly, the ratio would be (G + T) / max(G, T): the bound
-capacity   the real stream and generator mesh over processes that answer after a timer, with no model: what a rollout
-           costs the controller, how much later than its timer it arrives, whether memory grows
-turns      the real stream on a simulated clock: rollouts of 1 to 20 turns, against as many turns in rollouts of equal
-           lengths
 prefix     one engine with the prefix cache and one without, in turn: a group's samples of one long prompt, and a second
            turn whose prompts continue where the first turn's samples ended
 learning   held-out score by samples seen, at lags with and without a correction, from equal cold starts; and a plot
@@ -23,11 +17,9 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from bench.async_capacity import capacity
 from bench.async_learning import learning, plot
 from bench.async_overlap import overlap
 from bench.async_prefix import prefix
-from bench.async_turns import long_and_short
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, csv_rows, report
 
 OUTPUTS = Path(__file__).resolve().parents[1] / "outputs" / "learning_by_lag"
@@ -36,8 +28,6 @@ COLUMNS = ("part", "case", "measure", *FIGURES, "note", *RAN_ON)
 
 OPTIONS = {
     "overlap": {"repeats": 3, "steps": 15},
-    "capacity": {"steps": 100},
-    "turns": {"steps": 100},
     "prefix": {"repeats": 7},
     "learning": {"seeds": 3, "steps": 60},
 }
@@ -57,11 +47,6 @@ def main() -> None:
     a = parser.parse_args()
     if a.part == "overlap":
         report(a.csv, COLUMNS, overlap(a.repeats, a.steps))
-    elif a.part == "capacity":
-        for group_size in (1, 10):
-            report(a.csv, COLUMNS, asyncio.run(capacity(group_size, a.steps)))
-    elif a.part == "turns":
-        report(a.csv, COLUMNS, long_and_short(a.steps))
     elif a.part == "prefix":
         report(a.csv, COLUMNS, asyncio.run(prefix(a.repeats)))
     else:

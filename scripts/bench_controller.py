@@ -6,7 +6,7 @@ trainers. Appends rows to a CSV.
     .venv/bin/python scripts/bench_controller.py --groups 8 --csv /tmp/controller.csv
 
 The parts run in turn on the same groups, in one process: what the generators' answers cost to unpickle, what turns them
-into batches for four ranks, what ships those, what is written. Nothing here depends on the model but its vocabulary.
+into batches for four ranks, shipping them, writing. Nothing here depends on the model but its vocabulary.
 Then rollouts of several turns: what a turn costs from the driver to the request and back, with its line in the ledger.
 """
 

@@ -5,7 +5,7 @@
     .venv/bin/python scripts/bench_endpoint.py --policy-seconds 0  # only the overhead
 
 Both ways run in this process, in turns. The agents are aiohttp clients in the same process, so their CPU time counts
-too: what is measured is an upper bound.
+too: the measured figure is an upper bound.
 """
 
 import argparse
@@ -34,7 +34,7 @@ USER = {"role": "user", "content": "12+34="}
 
 
 class Waiting:
-    """A policy that says `said` after a while."""
+    """A policy that answers `said` after a while."""
 
     def __init__(self, prompt: Prompt, seconds: float, said: list[int]) -> None:
         self._contexts, self._seconds, self._said, self._turns = Contexts(prompt.tokens), seconds, said, 0

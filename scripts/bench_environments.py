@@ -5,7 +5,7 @@
     .venv/bin/python scripts/bench_environments.py --rollouts 100 --block # while one environment blocks for 3 s
     .venv/bin/python scripts/bench_environments.py --engine               # 1,000 sessions on a real engine, for 30 s
 
-The ideal is turns x (tool + policy) seconds, as if every rollout had a machine of its own. With --engine the policy is
+The ideal is turns x (tool + policy) seconds, as if every rollout had its own machine. With --engine the policy is
 an engine with a model of random weights, and every rollout that ends is followed by another one.
 """
 
@@ -33,7 +33,7 @@ BLOCK_SECONDS = 3.0
 
 
 class SlowTool:
-    """As many turns as the row says, with a tool of row["seconds"] in each. row["block"]: one blocks its loop."""
+    """row["turns"] turns, with a tool of row["seconds"] in each. row["block"]: one blocks its loop."""
 
     async def reset(self, row: Mapping[str, Any]) -> str:
         self._row, self._turn = row, 0
@@ -50,7 +50,7 @@ class SlowTool:
 
 class Steps:
     """A policy that answers a turn POLICY_SECONDS after it was asked, or a few ms later: an engine answers in steps, so
-    that the benchmark has no timer of its own for each turn."""
+    that the benchmark needs no timer for each turn."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

@@ -159,7 +159,7 @@ def peak_mib(variant: str, case: dict[str, Any]) -> float:
 
 
 def weigh(variant: str, case: dict[str, Any]) -> float:
-    """Return peak memory of one forward and backward, less that of the inputs, in MiB. Needs a fresh process."""
+    """Return peak memory of one forward and backward, less the memory of the inputs, in MiB. Needs a fresh process."""
     small: dict[str, Any] = {key: min(value, 16) if isinstance(value, int) else value for key, value in case.items()}
     token_logprob_pass(variant, **small)()  # what libraries allocate once
     run = token_logprob_pass(variant, **case)
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "kernels.csv")
-    parser.add_argument("--tiny", action="store_true", help="two small shapes instead of those that are reported")
+    parser.add_argument("--tiny", action="store_true", help="two small shapes instead of the reported ones")
     parser.add_argument("--weigh", type=json.loads, help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)

@@ -19,7 +19,7 @@ from bench.async_overlap import LONG_TAILED, WORKLOAD
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, metric_lines, report, run_to_end
 
 COLUMNS = ("part", "case", "way", "measure", *FIGURES, "note", *RAN_ON)
-DTYPES = {  # of the trainer's compute, whose weights are float32, and of the generator
+DTYPES = {  # (trainer's compute, generator); the trainer's weights are float32
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "mixed": ("float32", "bfloat16"),

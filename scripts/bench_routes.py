@@ -91,7 +91,7 @@ class Routes:
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.given: Any = None  # [B, L, layers, K]; -1: not known
         self.taken = False
-        self.layers = np.zeros(2)  # of known (token, layer) pairs: all, and those with other experts
+        self.layers = np.zeros(2)  # known (token, layer) pairs: all, and pairs with other experts
         self.tokens = np.zeros(2)
 
     @contextmanager

@@ -5,7 +5,7 @@
     .venv/bin/python scripts/bench_sandbox.py --calls 50
 
 `plain` is a cold Python without a sandbox (python -I -S -c), for comparison. Times of a busy machine are longer: the
-CPU time of a call says what it costs.
+CPU time of a call is its cost.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure what snapshots in memory cost, and what they save. Appends rows to a CSV.
+"""Measure the cost and the benefit of snapshots in memory. Appends rows to a CSV.
 
     .venv/bin/python scripts/bench_snapshots.py             # about five minutes
     .venv/bin/python scripts/bench_snapshots.py copy        # one process only, seconds
 
-copy     one process: a state copied into a part, and a plain copy of as many bytes just before (`ratio`: over it)
+copy     one process: a state copied into a part, and a plain copy of equal size just before (`ratio`: over it)
 step     real trainer meshes: wall seconds of a step that starts right after a snapshot was begun, as with
          fault.snapshot_interval = 1, and of one without, in turn within one run (`ratio`: over those without); and the
          ranks' CPU seconds, which a busy machine changes less. Here step follows step directly. In a run, sampling
@@ -13,8 +13,6 @@ restore  the same meshes: resume from a snapshot, and from a checkpoint on disk 
 peers    a trainer mesh on one of two workers on this machine, with a server each: a step that starts right after a
          snapshot was begun that is copied to the other server, and one without, in turn (`ratio`: over those without).
          Trainers and both servers share this machine's cores here, and the "network" between them is its memory.
-copies   one part from the server of one worker to that of another, in turn by messages, as it went before, by one-sided
-         reads, and by one-sided reads without digests, which are the floor (`ratio`: minimum over its minimum)
 """
 
 import argparse
@@ -32,7 +30,6 @@ from typing import Any
 import torch
 from monarch.actor import this_host
 
-from bench.peer_copies import copying
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
 from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.batch.packing import pack
@@ -51,9 +48,9 @@ from titan_rl.wire.types import Batch, Sample
 COLUMNS = ("part", "case", "measure", *FIGURES, "ratio", *RAN_ON)
 TINY = c.ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128)
 LARGE = c.ModelSection(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
-LENGTH = 64  # of a sample
+SAMPLE_LENGTH = 64
 WARM_UP = 2  # pairs of steps
-PARTS = ["copy", "mesh", "peers", "copies"]
+PARTS = ["copy", "mesh", "peers"]
 
 
 def copies(megabytes: int, repeats: int) -> Iterator[Row]:
@@ -90,7 +87,7 @@ async def start_mesh(model: c.ModelSection, ranks: int, folder: str, host: Host 
         job=c.JobSection(dump_folder=folder),
         model=model,
         parallelism=c.ParallelismSection(data_parallel_shard_degree=ranks),
-        training=c.TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
+        training=c.TrainingSection(seq_len=4 * SAMPLE_LENGTH, local_batch_size=4),
         cold_start=c.ColdStartSection(steps=10_000),
     )
     rank_place = RankPlace(host or Host(this_host()), ranks)
@@ -129,7 +126,7 @@ async def steps(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
         await mesh.stop()
     nbytes = snapshots.nbytes["trainer"]
     snapshots.forget()
-    case = f"{name}, {ranks} ranks, {rows * 4 * LENGTH} tokens a step"
+    case = f"{name}, {ranks} ranks, {rows * 4 * SAMPLE_LENGTH} tokens a step"
     step, restore = partial(Row, "step", case), partial(Row, "restore", case)
     return [
         step("bytes of one snapshot, MB a rank", [each / 1e6 for each in nbytes]),
@@ -171,7 +168,7 @@ async def peers(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
             nbytes = sum(snapshots.nbytes["trainer"])
             await mesh.close()
             await deaths.kill(deaths.living())
-    case = f"{name}, {ranks} ranks, {rows * 4 * LENGTH} tokens a step"
+    case = f"{name}, {ranks} ranks, {rows * 4 * SAMPLE_LENGTH} tokens a step"
     row = partial(Row, "peers", case)
     return [
         row("bytes of one snapshot, MB", [nbytes / 1e6]),
@@ -203,16 +200,15 @@ async def timed(call: Any) -> float:
 
 
 def batches(step: int, rows: int, mesh: ModelMesh) -> list[Batch]:
-    tokens = torch.randint(3, 60, (4 * rows, LENGTH), generator=torch.Generator().manual_seed(step)).tolist()
-    samples = [Sample(each, [1] * LENGTH) for each in tokens]
-    return pack(samples, shards=mesh.dp, seq_len=4 * LENGTH, rows_per_microbatch=4, pad_id=0)
+    tokens = torch.randint(3, 60, (4 * rows, SAMPLE_LENGTH), generator=torch.Generator().manual_seed(step)).tolist()
+    samples = [Sample(each, [1] * SAMPLE_LENGTH) for each in tokens]
+    return pack(samples, shards=mesh.dp, seq_len=4 * SAMPLE_LENGTH, rows_per_microbatch=4, pad_id=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, metavar=" | ".join(PARTS))
-    parser.add_argument("--pairs", type=int, default=20, help="steps with a snapshot, and as many without")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000], help="of a part, for `copies`")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps, one with a snapshot and one without")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "snapshots.csv")
     a = parser.parse_args()
     if unknown := set(a.parts) - {*PARTS}:
@@ -229,9 +225,6 @@ def main() -> None:
     if "peers" in a.parts:
         for name, model, rows in (("tiny", TINY, 16), ("8M parameters", LARGE, 8)):
             report(a.csv, COLUMNS, asyncio.run(peers(name, model, 2, rows, a.pairs)))
-    if "copies" in a.parts:
-        for megabytes in a.megabytes:
-            report(a.csv, COLUMNS, asyncio.run(copying(megabytes, a.pairs)))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main() -> None:
     for _, way in in_turn(ways, a.repeats):
         keep(way, timed_run(*ways[way], recovers=not a.start_only))
     if not a.start_only:
-        with kept_warm(ROOT) as environment:  # not in turn: what it keeps would take memory from the others
+        with kept_warm(ROOT) as environment:  # not in turn: its fork servers would take memory from the others
             for _ in range(a.repeats):
                 found = timed_run(ROOT, environment, recovers=False)
                 own = [measure for measure in found if measure.endswith("s") and "CPU" not in measure]

@@ -16,7 +16,7 @@ Weights are random, except in the shape smollm2: SmolLM2-135M-Instruct, which th
 grpo_smollm2. The shape calc has two turns and a tool between them, for which TRL has no counterpart here. Its
 environments run in separate processes.
 
-TRL runs in an environment of its own, which needs no titan_rl:
+TRL runs in a separate environment, which needs no titan_rl:
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install "trl==1.16.0" "torch==2.13.0+cpu" "transformers==5.19.0"
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 def measure(path: Path, name: str, ways: Sequence[str], rounds: int, trl: Path | None) -> None:
     shape = SHAPES[name]
-    os.environ["PYTHONPATH"] = ENV["PYTHONPATH"]  # of whole runs, which import the reward
+    os.environ["PYTHONPATH"] = ENV["PYTHONPATH"]  # whole runs import the reward
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
         for _, way in in_turn(ways, rounds):

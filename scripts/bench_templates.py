@@ -2,7 +2,7 @@
 """Measure what a turn costs to become tokens, against rendering the conversation again. Appends rows to a CSV.
 
     .venv/bin/python scripts/bench_templates.py                     # the built-in tokenizer: a second
-    .venv/bin/python scripts/bench_templates.py --folder Qwen3-8B   # of a Hugging Face folder
+    .venv/bin/python scripts/bench_templates.py --folder Qwen3-8B   # a Hugging Face folder
 
 delta    what `ChatRenderer.extend` takes for the next message; it must not grow with the turns before it
 whole    what `ChatRenderer.prompt` takes for the whole conversation, as a client of an inference server pays each turn
@@ -21,7 +21,7 @@ from titan_rl.text.tokenizer import TextTokenizer, build
 
 COLUMNS = ("way", "case", "measure", *FIGURES, *RAN_ON)
 TURNS = (2, 32, 128)
-ASKED: Message = {"role": "user", "content": "what is 37*41?"}
+ASKED: Message = {"role": "user", "content": "37*41?"}
 SAID: Message = {"role": "assistant", "content": "it is 1517."}
 REPEATS = 9
 

@@ -6,7 +6,7 @@
 
 Ways: transformers' LlamaForCausalLM on one padded batch (log-probs of the targets, GRPO's loss, fused AdamW, all
 cores), our trainer on one rank with all cores, and on two FSDP2 ranks that share them, also without sharing prompts.
-They step in turn, in processes of their own, without Monarch. The first losses and gradient norms must agree.
+They step in turn, in separate processes, without Monarch. The first losses and gradient norms must agree.
 """
 
 import argparse

@@ -5,9 +5,9 @@
     .venv/bin/python scripts/bench_weight_sync.py sync --megabytes 50 --layouts 2x2     # about a minute
 
 plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 generator ranks, and bytes on the wire
-pack   one process: a rank's shards into its readers' runs, compared with a plain copy of as many elements
+pack   one process: a rank's shards into its readers' runs, compared with a plain copy of equal size
 sync   real processes: trainer ranks (FSDP, fp32) to readers (tensor parallelism, bf16), each way in turn
-share  remote reads into 1, 2 and 4 replicas of one host: bytes that cross, seconds, and a bare read of as many bytes
+share  remote reads into 1, 2 and 4 replicas of one host: bytes that cross, seconds, and a bare read of equal size
 load   the same to a vLLM engine that samples all the time: how long a sync pauses it, how much of the sync is hidden
 
 Parts that run on one thread are in that thread's CPU seconds, so that a busy machine matters little: packing, writing,

@@ -5,9 +5,9 @@
     ./scripts/gpu_smoke --only doctor tests       # some parts
     ./scripts/gpu_smoke --device cpu              # without a GPU: tries this script itself
 
-Every part runs in a process of its own within its time limit, and the next part runs whatever happens to it. The report
-has what each part printed and what each run measured. It names this machine's hardware, drivers and packages; it holds
-no environment variables but the few that the doctor prints.
+Every part runs in its own process within its time limit, and the next part runs also if it fails. The report
+has the output of each part and the measurements of each run. It names this machine's hardware, drivers and packages;
+it holds no environment variables but the few that the doctor prints.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def parts_for(device: str, gpus: Gpus, folder: Path) -> list[Part]:
 
 
 def execute(part: Part) -> None:
-    """Run a part's command in a process group of its own, which ends with it."""
+    """Run a part's command in its own process group, which ends with it."""
     began = time.monotonic()
     process = subprocess.Popen(
         part.command,

@@ -1,4 +1,4 @@
-"""Installs titan_rl and what it needs into the Python that runs this. scripts/setup calls it, with that of .venv.
+"""Installs titan_rl and its dependencies into the Python that runs this. scripts/setup calls it with .venv's Python.
 
     .venv/bin/python -I scripts/install.py ENGINE DEV LOG      ENGINE is cpu or cuda, DEV is dev or empty
 
@@ -150,7 +150,7 @@ def install_with_uv(uv: Installer, project: str, engine: str, dev: str, torch: s
     found = not index or uv.install("--no-deps", torch, UV_DEFAULT_INDEX=index)
     if found and uv.install(*options, "--editable", project):
         return True
-    say(f"uv failed, trying pip (the log says why: {log})")
+    say(f"uv failed, trying pip (the reason is in {log})")
     return False
 
 
@@ -218,14 +218,14 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
 
 @dataclass(slots=True)
 class InstallProgress:
-    """What an installer's output says about how far it is."""
+    """Progress of an installer, read from its output."""
 
     installer: str
     total: int = 0  # packages to install, once that is known
     before: int = 0  # packages that were installed when it began
     found: int = 0  # by pip so far
     pending: list[str] = field(default_factory=list)  # downloads and builds
-    finished: int = 0  # of them
+    finished: int = 0
     installing: bool = False
 
     def read_line(self, line: str) -> None:

@@ -42,7 +42,7 @@ class Work:
 
 
 def matmul(m: int, n: int, k: int, out: int = BF16, *, adds: bool = False, backward: bool = True) -> Work:
-    """[m, k] @ [k, n] in bf16, written with `out` bytes an element; `adds` to what is there, which it reads too."""
+    """[m, k] @ [k, n] in bf16, written with `out` bytes an element; `adds` to values that it reads too."""
     return Work(backward, 2.0 * m * n * k, BF16 * (m * k + k * n) + out * m * n * (1 + adds))
 
 
@@ -104,7 +104,7 @@ def titan(tokens: int, vocabulary: int, width: int, *, compiled: bool = False) -
 
 def in_one_kernel(tokens: int, vocabulary: int, width: int) -> float:
     """Return the seconds of a forward with matmul and online softmax in one Triton kernel, by the L2 it reads from."""
-    rows, columns = 64, 128  # of a program's block of logits
+    rows, columns = 64, 128  # a program's block of logits
     return tokens / rows * vocabulary / columns * (rows + columns) * width * BF16 / L2
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a command and keep what it printed as a picture, with its colours. Steps in the middle of a run are cut out.
+"""Run a command and keep its output as a picture, with its colours. Steps in the middle of a run are cut out.
 
     .venv/bin/python scripts/picture.py docs/images/grpo_llama.svg -- ./scripts/run --config grpo_llama.toml
 

@@ -1,3 +1,4 @@
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,17 @@ from support.running import WHOLE, RunFiles, Runs, finished_once, shared_folder 
 
 pytest_plugins = ["support.budgets"]
 
+gc.disable()  # until all test modules are imported: collections of the interpreter would find nothing
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported libraries from later garbage collections, which take half a second each otherwise."""
+    gc.freeze()
+    gc.enable()
+
+
 settings.register_profile("quick", deadline=None, max_examples=25)  # a busy machine is no failing property
-# Of scripts/test --all: the same examples every time, so that it fails by what has changed. The other explores.
+# scripts/test --all draws the same examples every time, so that only changes make it fail. "quick" explores.
 settings.register_profile("thorough", deadline=None, max_examples=100, derandomize=True)
 settings.load_profile("quick")
 

@@ -56,7 +56,7 @@ class Compiled:
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
     """Record the launches of Triton kernels instead of running them. Tensors may be on the meta device: they are taken
-    to begin at an aligned address, as those of torch's allocator do."""
+    to begin at an aligned address, as addresses from torch's allocator do."""
     recorded: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

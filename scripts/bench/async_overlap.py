@@ -1,4 +1,4 @@
-"""Throughput of real runs at a lag, over that of the synchronous run of the same round."""
+"""Throughput of real runs at a lag, divided by the throughput of the synchronous run of the same round."""
 
 import statistics
 import tempfile

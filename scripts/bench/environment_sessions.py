@@ -1,8 +1,8 @@
 """A thousand sessions at once on a real engine: how much of the time it has work, and whether memory grows.
 
 Each session plays turns of set length with a tool that takes a while; when its rollout ends, another begins. The parts
-are those of a run: player, ledger, environment processes, generator mesh, and a model of grpo_llama's size with random
-weights. Only the trainers are missing.
+are the same as in a run: player, ledger, environment processes, generator mesh, and a model of grpo_llama's size with
+random weights. Only the trainers are missing.
 """
 
 import argparse
@@ -75,7 +75,7 @@ async def busy_seconds(mesh: Any, begin: int, end: int) -> float:
 
 
 async def keep_busy(driver: Any, mesh: Any, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Keep `options.rollouts` sessions open, and return what each window came to."""
+    """Keep `options.rollouts` sessions open, and return the measurements of each window."""
     from titan_rl.record.ledger import Ledger
     from titan_rl.rollout.player import Play, Player
     from titan_rl.rollout.session import SessionLimits

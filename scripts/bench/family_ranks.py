@@ -1,4 +1,4 @@
-"""What conformance.py runs in processes of their own: an engine of vLLM, and trainers on gloo meshes."""
+"""Processes of conformance.py: an engine of vLLM, and trainers on gloo meshes."""
 
 import json
 import os

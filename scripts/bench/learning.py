@@ -50,14 +50,14 @@ MACHINES = {
     "sse4, 2 threads": emulated("default", "SSE41", "SSE4_2", 2),
     "avx2, compatible sums": emulated("avx2", "SSE41", "COMPATIBLE", 1),
 }
-"""ATEN_CPU_CAPABILITY selects torch's kernels, ONEDNN_MAX_CPU_ISA those of oneDNN, MKL_CBWR the matrix products."""
+"""ATEN_CPU_CAPABILITY selects torch's kernels, ONEDNN_MAX_CPU_ISA oneDNN's, MKL_CBWR the matrix products."""
 GRID = ("as it is", "avx2, 2 threads", "sse4", "avx2, compatible sums")
 """Machines whose curves differed on an AMD EPYC with AVX-512. There "avx512" gave the curve of "as it is", "avx" that
 of "sse4", and a second thread changed no bit."""
 
 
 def learning(path: Path, config: str, machines: Sequence[str], seeds: Sequence[int], rows: Sequence[Any]) -> None:
-    """Run what has no row yet, machine by machine, and append a row after each run."""
+    """Run the cases without a row, machine by machine, and append a row after each run."""
     there = {(row["config"], row["variant"], int(row["seed"])) for row in rows}
     for seed in seeds:
         for name in machines:
@@ -92,7 +92,7 @@ def measured(config: str, machine: Emulated, seed: int) -> dict[str, Any]:
 
 
 def run_counted(command: Sequence[str], env: Mapping[str, str]) -> float:
-    """Run `command`. Return the CPU seconds of all its processes, including those that outlive their parents."""
+    """Run `command`. Return the CPU seconds of all its processes, including processes that outlive their parents."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become ours, and so do their seconds
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

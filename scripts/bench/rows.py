@@ -110,7 +110,7 @@ def run_command(keys: Mapping[str, Any], program: Sequence[str] = RUN, config: s
 
 
 def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = RUN) -> str:
-    """Run `program` with these config keys and return what it printed."""
+    """Run `program` with these config keys and return its output."""
     command = run_command(keys, program)
     done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
     if done.returncode:

@@ -69,7 +69,7 @@ class Timed:
         return any(line["kind"] == "rl" for line in self._lines("metrics.jsonl"))
 
     def recover(self, victim: str) -> float:
-        """Kill a rank. Return the seconds until the run says that it is back."""
+        """Kill a rank. Return the seconds until the run reports that it is back."""
         status = Endpoint.find(self.folder).ask("status", {}, PATIENCE_SECONDS)
         (pid,) = [rank["pid"] for rank in status["ranks"] if rank["rank"] == victim]
         before, began = self._back(), time.monotonic()
@@ -117,7 +117,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and its descendants so far, of those that it has waited for, too."""
+    """Return the CPU seconds of a process and its descendants so far, ended children included."""
     total = 0.0
     for process in family(pid):
         with suppress(psutil.Error):

@@ -29,7 +29,7 @@ def requests_of(request: Request, shape: Shape) -> list[Request]:
     """Return a group's request with set lengths: one request per sample unless all have the same length. A
     rollout of two turns has a request for each of them. What is no rollout's stays as it is."""
     if not request.id.startswith("prompt-"):
-        return [request]  # of the guard that compares an engine with the trainer
+        return [request]  # the guard that compares an engine with the trainer
     if shape.read:
         turn = int(request.id.rpartition(":")[2])  # "prompt-7.3:0"
         return [set_length(request, shape.second if turn else shape.longest)]

@@ -29,7 +29,7 @@ class Shape:
     group_size: int
     shortest: int  # tokens of the shortest answer
     longest: int
-    seq_len: int  # of a packed row
+    seq_len: int  # tokens of a packed row
     chunks: int  # padded batches of bare torch, sorted by length: one where all answers have the same
     lr: float
     warm_up: int  # steps that are not measured
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, prompts included once per sample. Every step has as many."""
+        """Tokens of a step, prompts included once per sample. Equal in every step."""
         return self.samples * (self.prompt + self.read) + self.sampled
 
     @property

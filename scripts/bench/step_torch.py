@@ -46,7 +46,7 @@ def main() -> None:
 
 def padded(shape: Shape, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield tokens [B, prompt + longest], and of what follows the prompt [B, longest] the places that are filled and
-    those that are sampled; sorted by length."""
+    the sampled ones; sorted by length."""
     lengths = torch.tensor(sorted(shape.lengths(step)))
     for chunk in lengths.split(shape.samples // shape.chunks):
         longest = int(chunk.max()) + shape.read + shape.second

@@ -1,4 +1,4 @@
-"""The ways to take a step that bench_step.py compares: each is a program of its own, run to its end."""
+"""The ways to take a step that bench_step.py compares: each is a separate program, run to its end."""
 
 import json
 import os

@@ -39,7 +39,7 @@ WARM_UP = 2  # rounds of packing
 
 
 def shape_of_size(megabytes: int) -> ModelShape:
-    """SMALL with as many layers as make about `megabytes` in bfloat16."""
+    """SMALL with the number of layers that makes about `megabytes` in bfloat16."""
     layer = replace(SMALL, n_layers=2).parameters - SMALL.parameters
     return replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer)))
 
@@ -67,7 +67,7 @@ def planning() -> Iterator[Row]:
 
 
 def packing(repeats: int) -> Iterator[Row]:
-    """Compare packing with a plain copy of as many elements, on one thread."""
+    """Compare packing with a plain copy of equal size, on one thread."""
     torch.set_num_threads(1)
     for family in ("llama3", "qwen3"):
         shape = replace(SMALL, family=family, vocab_size=32000, n_layers=8)

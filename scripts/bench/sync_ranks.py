@@ -87,7 +87,7 @@ class TrainerRank(Rank):
 
     @endpoint
     async def memcpy(self) -> float:
-        """Return CPU seconds to cast as many contiguous elements as this rank packs."""
+        """Return CPU seconds to cast contiguous elements, equal in number to those this rank packs."""
         return plain_pass(sum(c.elements for run in self.copies.values() for c in run), torch.float32)
 
     @endpoint
@@ -200,7 +200,7 @@ class Reader(Rank):
 
     @endpoint
     async def memcpy(self) -> float:
-        """Return CPU seconds to copy as many bytes as this reader's parameters have."""
+        """Return CPU seconds to copy the size of this reader's parameters."""
         return plain_pass(sum(p.numel() for p in self.params.values()), torch.bfloat16)
 
     @endpoint
@@ -218,7 +218,7 @@ class Reader(Rank):
         read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
         await self.landings[way].write_weights(TIMEOUT)
-        return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
+        return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify the bytes, s": read.verify}
 
     @endpoint
     async def share(self, offered: dict[int, Offer], siblings: list[HostCopy], way: str) -> HostCopy | None:

@@ -22,24 +22,24 @@ from titan_rl.wire.weight_plan import WeightPlan, plan
 LARGEST = 1000  # megabytes: larger models leave out the way that makes several copies of the whole model
 BARE_SHM, BARE_RDMA = "bare shared memory", "bare RDMABuffer reads"
 GLOO, TENSORS, MESSAGE = "gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message"
-PLAIN, COPY, CAST = "plain passes", "copy of as many bytes, CPU s", "cast of what is packed, CPU s"
+PLAIN, COPY, CAST = "plain passes", "copy of equal size, CPU s", "cast of the packed bytes, CPU s"
 Move = Callable[[], Awaitable[dict[str, float] | None]]  # moves the weights once; returns seconds of its parts
 
 
 @dataclass
 class MeshPair:
-    """Trainers, readers and what was measured. Each way has a method to prepare it and one to move the weights."""
+    """Trainers, readers and measurements. Each way has a method to prepare it and one to move the weights."""
 
     made: WeightPlan
     trainers: Ranks
     readers: Ranks
-    serial: int = 0  # of the last publication
+    serial: int = 0  # last publication
     whole: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds by way
     parts: defaultdict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     digests: dict[str, list[str]] = field(default_factory=dict)
 
     def to_readers(self, offered: Sequence[Mapping[int, Any]]) -> list[dict[int, Any]]:
-        """Transpose: what each reader gets from each trainer rank."""
+        """Transpose: return the runs of each reader from each trainer rank."""
         return [{t: offered[t][r] for t in self.made.incoming(r)} for r in range(self.made.readers)]
 
     async def prepare_titan_rl(self, verify: Sequence[str], bare: bool) -> None:

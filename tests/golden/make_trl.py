@@ -151,7 +151,7 @@ def policy_case(
     outputs = {"loss": loss, "advantages": batch["advantages"]}
     if "importance_sampling_ratio" in batch:
         outputs["importance_ratio"] = batch["importance_sampling_ratio"].expand_as(x["mask"])
-    if trainer is GRPOTrainer:  # of a whole sequence's ratio, TRL counts clips by sequence
+    if trainer is GRPOTrainer:  # TRL counts clips of a whole sequence's ratio by sequence
         logged = ["entropy", "kl"]
         if settings.get("importance_sampling_level") != "sequence":
             logged += ["clip_ratio/low_mean", "clip_ratio/high_mean"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-LENGTHS = (8, 5, 7, 3, 6, 8, 4, 2)  # of the answers: two prompts with four each
+LENGTHS = (8, 5, 7, 3, 6, 8, 4, 2)  # answers: two prompts with four each
 HOLES = ((0, 2), (0, 3), (2, 3), (4, 0), (5, 4), (5, 5), (6, 1))  # tokens written by a tool: (sequence, place)
 EMPTY = 3  # the sequence without a trained token, with `empty`
 

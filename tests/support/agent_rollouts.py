@@ -36,12 +36,12 @@ def writing(folder: Path) -> PlainText:
 
 
 class AgentRollout:
-    """A rollout whose policy samples `says(context)`."""
+    """A rollout whose policy samples `answers(context)`."""
 
     def __init__(
         self,
         renderer: Renderer,
-        says: Callable[[list[int]], list[int]],
+        answers: Callable[[list[int]], list[int]],
         limits: Limits = LIMITS,
         *,
         room: SessionLimits | None = None,
@@ -49,13 +49,13 @@ class AgentRollout:
         chat, tokenizer = renderer.chat, renderer.tokenizer
         tokens = chat.prompt([USER]) if chat is not None else tokenizer.prompt("7=", "plain")
         prompt = Prompt(0, "Hello" if chat is not None else "7=", tokens, "")
-        self.engine: list[tuple[list[int], list[int]]] = []  # what it read and sampled
+        self.engine: list[tuple[list[int], list[int]]] = []  # contexts and samples
         self.asked = self.cancelled = 0
         self.gate = asyncio.Event()  # open, unless a test closes it
         self.gate.set()
         self.recorded = RolloutSession("rollout", prompt, 0, self._complete, limits=room or SessionLimits())
         self.session = AgentSession(prompt, renderer, limits, self._ask)
-        self._says, self._contexts = says, Contexts(tokens)
+        self._answers, self._contexts = answers, Contexts(tokens)
 
     async def _ask(
         self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
@@ -76,14 +76,14 @@ class AgentRollout:
 
     async def _complete(self, turn: int, context: list[int], most: int) -> Completion:
         await asyncio.sleep(0)
-        said = self._says(context)
+        said = self._answers(context)
         tokens = said[:most]
         self.engine.append((context, tokens))
         finish = "length" if len(tokens) < len(said) else "stop"
         return Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish)
 
     def check(self) -> None:
-        """Assert that exactly what was sampled is trained, after exactly what the engine read."""
+        """Assert that exactly what was sampled is trained, after exactly the context that the engine read."""
         branches = self.recorded.branches()
         assert sum(sum(branch.mask) for branch in branches) == sum(len(said) for _, said in self.engine)
         for read, said in self.engine:

@@ -87,7 +87,7 @@ def target(folder: Path) -> Iterator[Target]:
             each.close()
 
 
-# Each says ESCAPED if it got what it wanted.
+# Each prints ESCAPED if it succeeded.
 ATTACKS = {
     "read passwords": "escaped(open('/etc/shadow').read())",
     "read the run's file": "escaped(open(SECRET).read())",
@@ -230,7 +230,7 @@ m = mmap.mmap(-1, 4096, prot=7)
 m.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')  # mov eax, 20 (getpid); int 0x80; ret
 ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))(); escaped()"""
 
-# Each wants to last, or to take what others need: (code, statuses that it may end with).
+# Each tries to outlast its limit, or to exhaust a shared resource: (code, statuses that it may end with).
 BOMBS = {
     "fork bomb": ("while True:\n  try: os.fork()\n  except OSError: pass", {"timeout"}),
     "thread bomb": (

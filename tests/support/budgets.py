@@ -1,4 +1,4 @@
-"""A pytest plugin: prints the CPU and wall seconds of each test file, and names the files that exceed their budgets.
+"""A pytest plugin: runs expensive test files first, and prints the CPU and wall seconds that files and tests took.
 
 Budgets are CPU seconds, which other programs on the machine change little. They warn and never fail a test.
 """
@@ -19,7 +19,7 @@ SHOWN = 12  # files, and tests
 
 @dataclass
 class Seconds:
-    """What a test, or all tests of a file, have taken."""
+    """CPU and wall seconds of a test, or of all tests in a file."""
 
     cpu: float = 0.0
     wall: float = 0.0
@@ -30,7 +30,7 @@ class Seconds:
 
 
 def cpu_seconds(pid: int | str = "self") -> float:
-    """Return the CPU seconds of a process, its live descendants, and those that they have waited for."""
+    """Return the CPU seconds of a process, its live descendants, and the ended ones that they have waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
@@ -39,8 +39,12 @@ def cpu_seconds(pid: int | str = "self") -> float:
     return sum(map(int, fields[11:15])) / TICKS + sum(map(cpu_seconds, children.split()))
 
 
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 def budgets(path: Path) -> tuple[float, dict[str, float]]:
-    """Return the default budget and those of single files, in CPU seconds."""
+    """Return the default budget and the budgets of single files, in CPU seconds."""
     table = tomllib.loads(path.read_text())
     return table["default"], table["files"]
 
@@ -55,8 +59,13 @@ class Budgets:
         self.slow: set[str] = set()  # files of which slow tests ran: no budget includes those
         self._before = 0.0
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Move files with large budgets to the front: started last, one would keep a single worker busy at the end."""
+        items.sort(key=lambda item: -self.budget(item.nodeid))
+
     def pytest_collection_finish(self) -> None:
-        self._before = cpu_seconds()  # imports are no test's
+        self._before = cpu_seconds()  # imports belong to no test
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -67,7 +76,7 @@ class Budgets:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count a report, which may come from another process: tests/unit runs in parallel."""
-        file = report.nodeid.partition("::")[0]
+        file = file_of(report.nodeid)
         self.files[file].add(report)
         self.tests[report.nodeid].add(report)
         if "slow" in report.keywords:
@@ -83,12 +92,16 @@ class Budgets:
         for line in self.exceeded():
             write(line, yellow=True)
 
+    def budget(self, nodeid: str) -> float:
+        """Return the CPU seconds that the file of a test may take."""
+        return self.by_file.get(file_of(nodeid), self.default)
+
     def exceeded(self) -> list[str]:
         """Name the files that took more than their budgets."""
         return [
             f"over budget: {name} took {spent.cpu:.0f} CPU seconds of {budget:g} (tests/budgets.toml)"
             for name, spent in self.files.items()
-            if spent.cpu > (budget := self.by_file.get(name, self.default)) and name not in self.slow
+            if spent.cpu > (budget := self.budget(name)) and name not in self.slow
         ]
 
 

@@ -64,7 +64,7 @@ def package(folder: Path, name: str, *, version: str = "1.0", body: str = "", mo
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A clone of a tiny titan_rl with the real scripts, whose pip finds only what is in `wheels`."""
+    """A clone of a tiny titan_rl with the real scripts, whose pip finds only the packages in `wheels`."""
 
     root: Path
     wheels: Path

@@ -1,5 +1,5 @@
 """Makes run folders with a checkpoint in this process, without a run, and exports them. It changes the process's
-environment, so it is for a process of its own: `python -m support.checkpoints FOLDER` ends its output with a JSON
+environment, so it needs a separate process: `python -m support.checkpoints FOLDER` ends its output with a JSON
 object, case -> [exit code, folder to be written].
 """
 

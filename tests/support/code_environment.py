@@ -18,7 +18,7 @@ print(len(found))"""
 
 
 class Coder:
-    """Two turns: what is read in the second was computed by the sandbox from what was said in the first."""
+    """Two turns: in the second, the policy reads the output of the code that it wrote in the first."""
 
     def reset(self) -> None:
         self._turns = 0

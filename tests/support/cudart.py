@@ -12,7 +12,7 @@ REGISTERED, NOT_REGISTERED, NOT_SUPPORTED, INVALID = 712, 713, 801, 1
 
 
 class Cudart:
-    """Registers memory and counts. `wrong` lists what a driver would not have told: memory unmapped before it was
+    """Registers memory and counts. `wrong` lists errors that no driver reports: memory unmapped before it was
     unregistered."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def mapping_at(address: int) -> tuple[str, str]:
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Cudart:
-    """Make both ends of a weight sync do for CPU tensors what they do for a GPU's."""
+    """Make both ends of a weight sync treat CPU tensors as a GPU's."""
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "synchronize", cudart.synchronize)

@@ -18,7 +18,7 @@ def huge_for_some(prompt: str, completion: str) -> float:
 
 
 def broken(completion: str, answer: str) -> float:
-    """Fails on what a model says, not on the reference answer, with which the checks call it."""
+    """Fails on a model's answer, not on the reference answer, with which the checks call it."""
     if completion == answer:
         return 1.0
     raise ZeroDivisionError("no such thing")

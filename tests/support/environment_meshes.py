@@ -26,7 +26,7 @@ TESTS = str(Path(__file__).parents[1])
 
 @dataclass(eq=False)
 class Scripted:
-    """A session whose policy says 8 in every turn, after `seconds`."""
+    """A session whose policy samples 8 in every turn, after `seconds`."""
 
     prompt: Prompt
     seconds: float = 0.01
@@ -65,7 +65,7 @@ async def environments(
     restarts: int = 3,
     hang_seconds: float = 60,
 ) -> AsyncIterator[tuple[EnvironmentMesh, list[str]]]:
-    """Yield a mesh and what it says about its incidents."""
+    """Yield a mesh and its messages about incidents."""
     monarch.actor.unhandled_fault_hook = lambda _: None
     characters.build(folder)
     said: list[str] = []

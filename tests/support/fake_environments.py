@@ -19,7 +19,7 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankDied
 
 CLOSE_SECONDS = 10.0
-_loops: list[EpisodeLoop] = []  # of ranks that this test has started
+_loops: list[EpisodeLoop] = []  # one for each rank that this test has started
 
 
 def close_loops() -> None:
@@ -117,7 +117,7 @@ async def fake_environments(
     agent: bool = False,
     python: str = "",
 ) -> tuple[EnvironmentMesh, list[FakeRank], list[str]]:
-    """Return a started mesh, its ranks in the order in which they were spawned, and what it says of incidents."""
+    """Return a started mesh, its ranks in the order in which they were spawned, and its messages about incidents."""
     characters.build(folder)
     ranks, said = list[FakeRank](), list[str]()
     settings = EnvironmentSettings(LoopSettings(name, concurrency, limits, agent, python), folder)

@@ -108,7 +108,7 @@ class FakeKubernetes:
         self.asked: list[str] = []
         self.free = threading.Event()
         self.free.set()
-        self.named = False  # pods have addresses of their own, by names that resolve for pods only
+        self.named = False  # each pod has an address, by names that resolve for pods only
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         config = {

@@ -1,4 +1,4 @@
-"""Runs an agent of a framework that this project does not have, in a process of its own."""
+"""Runs an agent of a framework that this project does not have, in a separate process."""
 
 import asyncio
 import json

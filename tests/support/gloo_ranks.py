@@ -18,8 +18,8 @@ PRELOAD = ["titan_rl.actors.titan.role_model", "torch._dynamo", "torch._functorc
 """What ranks are forked with, because importing it takes longer than most of them live. It starts no thread."""
 multiprocessing.set_forkserver_preload(PRELOAD)
 
-LINES = 60  # of the output of a rank that died, which its error shows
-Program = Callable[..., Any]  # of (folder, *arguments): a function of a module, which the processes import
+LINES = 60  # an error shows this much of the output of a rank that died
+Program = Callable[..., Any]  # called with (folder, *arguments); the processes import its module
 
 
 def on_ranks(size: int, program: Program, *arguments: Any) -> Any:
@@ -38,7 +38,7 @@ def _rank(rank: int, size: int, program: Program, folder: str, arguments: tuple[
     output = os.open(f"{folder}/rank-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.enable(all_threads=False)  # a rank that native code aborts says where, after what the code says
+    faulthandler.enable(all_threads=False)  # after an abort in native code, its stack is printed
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in launched.items()}, **{MEETING: f"{folder}/meeting"})
     use_given_threads()  # OpenMP has read the variable of the process that forked this one

@@ -1,4 +1,4 @@
-"""Reward functions that do what user code does on a bad day. The completion says what."""
+"""Reward functions that fail as user code may. The completion selects how."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ _leak: list[bytes] = []
 
 
 def obey(completion: str) -> float:
-    """Do what the completion says, and return its last digit."""
+    """Fail as the completion demands, and return its last digit."""
     word, _, rest = completion.partition(" ")
     if word == "sleep":
         time.sleep(float(rest))
@@ -37,7 +37,7 @@ def obey(completion: str) -> float:
     elif word == "orphan":
         if os.fork() == 0:
             time.sleep(600)
-    elif word == "escape":  # a session of its own, without our environment
+    elif word == "escape":  # a new session, without our environment
         return float(subprocess.Popen(["sleep", "600"], start_new_session=True, env={}).pid)
     elif word == "forge":  # write to this process's connection as an attacker would
         for fd in range(3, 64):
@@ -50,7 +50,7 @@ def obey(completion: str) -> float:
 
 
 async def patient(completion: str) -> float:
-    """Wait as the completion says; "block" blocks its loop."""
+    """Wait as the completion demands; "block" blocks its loop."""
     word, _, seconds = completion.partition(" ")
     if word == "block":
         time.sleep(float(seconds))

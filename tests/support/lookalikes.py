@@ -75,10 +75,10 @@ class MessageStepResult:
 
 
 class Echo:
-    """Tinker: a MessageEnv. After "b" it forgets what was said."""
+    """Tinker: a MessageEnv. After "b" it forgets the conversation."""
 
     def __init__(self, question: str, other: str = "") -> None:
-        assert not other, "only what is required is a column"
+        assert not other, "only required parameters are columns"
         self._said: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
     async def initial_observation(self) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ class Number:
 
 
 class Increment:
-    """TRL's environment_factory: methods are tools, columns are keywords, and what `reset` says ends the prompt."""
+    """TRL's environment_factory: methods are tools, columns are keywords, and the text of `reset` ends the prompt."""
 
     def reset(self, start: int, **columns: Any) -> str:
         self._count = start
@@ -134,7 +134,7 @@ class Increment:
 
 
 class Unruly:
-    """Does what its row says."""
+    """Acts as its row demands."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self._row = row

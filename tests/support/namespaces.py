@@ -36,11 +36,11 @@ LIBC = ctypes.CDLL(None)
 def why_not() -> str:
     """Return what this machine lacks for such hosts, or ""."""
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
-        return f"hosts of their own need {' and '.join(missing)}, which this machine does not have"
+        return f"separate hosts need {' and '.join(missing)}, which this machine does not have"
     tried = "ip link add br0 type bridge && mount -t tmpfs none /mnt"
     command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", tried]
     done = subprocess.run(command, capture_output=True, text=True)
-    return f"hosts of their own need namespaces, which root makes: {done.stderr.strip()}" if done.returncode else ""
+    return f"separate hosts need namespaces, which root makes: {done.stderr.strip()}" if done.returncode else ""
 
 
 def dies_with_parent() -> None:
@@ -52,7 +52,7 @@ class SeparateHost:
     name: str
     address: str
     init: psutil.Process
-    port: str  # of the switch
+    port: str  # a port of the switch
     own_processes: bool
     switch: "Switch"
 
@@ -63,7 +63,7 @@ class SeparateHost:
         return ["nsenter", "--target", str(self.init.pid), *namespaces, *words]
 
     def cut(self) -> None:
-        """Let nothing through to this host or from it. Nobody is told: packets vanish."""
+        """Let nothing through to this host or from it. Packets vanish without an error."""
         self.switch.unplug(self.port)
 
     def heal(self) -> None:
@@ -93,7 +93,7 @@ class SeparateHost:
 
 
 class Switch:
-    """A bridge in a network of its own, and the hosts that are plugged into it."""
+    """A bridge in a separate network, and the hosts that are plugged into it."""
 
     def __init__(self, stack: ExitStack, hosts_file: Path, names: Sequence[str]) -> None:
         """The hosts know each other by these names. The last is the one for controllers: it has the processes of this

@@ -1,4 +1,4 @@
-"""An nvidia-smi that says what a test needs."""
+"""An nvidia-smi with the output that a test needs."""
 
 import os
 from pathlib import Path

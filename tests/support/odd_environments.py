@@ -1,4 +1,4 @@
-"""Environments that misbehave on order: the row says how."""
+"""Environments that misbehave on order: the row selects how."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Run a program with one rank of a model, without Monarch, in a process of its own."""
+"""Run a program with one rank of a model, without Monarch, in a separate process."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""What a run left behind: in its folder, in shared memory."""
+"""Outputs of a run: in its folder, in shared memory."""
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def same(run: RunFiles, other: RunFiles) -> bool:
 def shared_memory() -> set[Path]:
     """Return the names in shared memory that no live process uses: another run's are not a leak of this one. Left out
     are folders, which other programs make there, and Python's own semaphores, which its resource tracker removes."""
+    unused = _unused_names()
+    if unused:  # another process may have created a name and not mapped it yet, or be about to remove it
+        time.sleep(1)
+        unused &= _unused_names()
+    return unused
+
+
+def _unused_names() -> set[Path]:
     named = {path for path in Path("/dev/shm").iterdir() if path.is_file() and not path.name.startswith("sem.")}
     for process in Path("/proc").glob("[0-9]*") if named else ():
         with suppress(OSError):  # it ended

@@ -89,7 +89,7 @@ def fill(batches: Sequence[Batch]) -> float:
 
 @st.composite
 def groups_of(draw: st.DrawFn, prompt: int, answer: int, members: int = 0) -> list[Sample]:
-    """Return groups with prompts and answers of up to so many tokens: some answers are empty or equal, some tokens or
+    """Return groups with at most `prompt` and `answer` tokens: some answers are empty or equal, some tokens or
     whole answers are not trained on, and some groups have equal prompts."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     made = []

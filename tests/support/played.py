@@ -1,4 +1,4 @@
-"""Plays rollouts in this process: an EpisodeLoop and a policy that says what a script says."""
+"""Plays rollouts in this process: an EpisodeLoop and a policy that follows a script."""
 
 import threading
 import time
@@ -56,9 +56,9 @@ class Played:
         self.loop.answer([Answer(ask.id, [*encoded(text), EOS], "stop", turn=ask.turn)])
 
     def play(
-        self, prompts: Sequence[Prompt], says: Callable[[int, int], str | list[int]], end: int = EOS
+        self, prompts: Sequence[Prompt], answers: Callable[[int, int], str | list[int]], end: int = EOS
     ) -> list[Outcome]:
-        """Play a rollout per prompt, in which `says(prompt, turn)` is the policy."""
+        """Play a rollout per prompt, in which `answers(prompt, turn)` is the policy."""
         self.loop.begin([Begin(i, prompt, seed=i) for i, prompt in enumerate(prompts)])
         outcomes: dict[int, Outcome] = {}
         tokens = {i: list(prompt.tokens) for i, prompt in enumerate(prompts)}
@@ -66,7 +66,7 @@ class Played:
         while len(outcomes) < len(prompts):
             for news in self.news():
                 if isinstance(news, Ask):
-                    said = says(news.id, len(self.contexts[news.id]))
+                    said = answers(news.id, len(self.contexts[news.id]))
                     said = [*encoded(said), EOS] if isinstance(said, str) else said
                     context = [*tokens[news.id][: news.kept], *news.new]
                     self.contexts[news.id].append(context)

@@ -27,7 +27,7 @@ def config_of(layout: str, *, tied: bool) -> Config:
 
 
 def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
-    """Return the bytes of the fullest rank, by what they are for."""
+    """Return the bytes of the fullest rank, by purpose."""
     import torch
     import torch.distributed as dist
 

@@ -35,6 +35,7 @@ class Case:
     reshard: Literal["default", "always"] = "default"
     share: bool | None = None  # the prompts of groups; None: each document has its own
     family: Family = "llama3"
+    layers: int = 2
 
 
 MESHES = {
@@ -52,7 +53,7 @@ MESHES = {
 
 
 def config_of(case: Case, folder: Path) -> Config:
-    base = config(folder, MESHES[case.layout], name=case.family)
+    base = config(folder, MESHES[case.layout], name=case.family, n_layers=case.layers)
     return replace(
         base,
         training=replace(
@@ -130,7 +131,7 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
             routed = [value for name, value in stats.metrics.items() if name.startswith("router/")]
             found.append([stats.loss, stats.grad_norm, *routed])
         model.close()
-    torch._dynamo.reset()  # the next case is a program of its own: its compilations do not count with these
+    torch._dynamo.reset()  # the next case is another program: its compilations do not count with these
     titan_model.titan_config = real
     if calls is not None:
         assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers

@@ -30,7 +30,7 @@ from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sam
 
 
 class Echo:
-    """Answers a request after `delays` loop turns, out of order on purpose. A prompt whose id is in
+    """Answers a request after the loop turns in `delays`, out of order on purpose. A prompt whose id is in
     `flat` is answered alike by all its samples; every other one by "1", "2", "1", ..."""
 
     def __init__(self, delays: list[int], flat: Callable[[int], bool] = lambda id: False, length: int = 1) -> None:
@@ -134,7 +134,7 @@ def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
 
 
 def replayed(folder: Path) -> History:
-    """Return the history in the ledger, which must be consistent and within the bounds in force."""
+    """Return the ledger's content, which must contradict neither itself nor the bounds in force."""
     history = History.of(folder)
     problems = [*history.problems, *(problem for rule in BOUND_RULES for problem in rule(history))]
     assert problems == [], problems

@@ -116,7 +116,7 @@ def command_of(pid: int) -> str | None:
 
 
 class Runs:
-    """Starts runs. The fixture kills those that still run after the tests of a file."""
+    """Starts runs. The fixture kills the runs that are still alive after the tests of a file."""
 
     def __init__(self, within: Sequence[str] = ()) -> None:
         """`within`: a command that runs what follows it somewhere else."""

@@ -1,4 +1,4 @@
-"""An agent that thinks between its turns, so that whatever happens to its process happens in mid-rollout."""
+"""An agent that thinks between its turns, so that any fault hits its process in mid-rollout."""
 
 import asyncio
 from typing import Any

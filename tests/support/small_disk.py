@@ -1,4 +1,4 @@
-"""A folder on a small disk of its own: a tmpfs in a mount namespace, which commands enter."""
+"""A folder on a separate small disk: a tmpfs in a mount namespace, which commands enter."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A program written for smolagents. It is run by a Python that has it, in a process of its own."""
+"""A program written for smolagents. It is run by a Python that has it, in a separate process."""
 
 import json
 import sys
@@ -22,6 +22,6 @@ model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
 agent = ToolCallingAgent(tools=[multiply], model=model, max_steps=2, verbosity_level=0)
 try:
     answer = str(agent.run(question))
-except Exception as error:  # what an untrained policy says may be no answer
+except Exception as error:  # an untrained policy may give no answer
     answer = f"{type(error).__name__}: {error}"
 print(json.dumps({"answer": answer, "steps": len(agent.memory.steps)}))

@@ -14,7 +14,7 @@ PROMPT = Prompt(4, "1+1=", [1, 8, 9], "20")
 
 
 class Answering:
-    """Answers each request from its own seed, and remembers what it read and said."""
+    """Answers each request from its own seed, and remembers contexts and answers."""
 
     def __init__(self, most: int = 6, vocabulary: int = 3) -> None:
         self.most, self.vocabulary = most, vocabulary  # few tokens: different turns often sample the same

@@ -74,7 +74,7 @@ def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
 def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1, ep: int = 1) -> list[list[Shard]]:
     """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards.
 
-    FSDP2 cuts a stack of experts by experts, if they are as many as its ranks, and else their rows. Expert parallelism
+    FSDP2 cuts a stack of experts by experts, if there is one for each rank, and else their rows. Expert parallelism
     deals the experts to consecutive ranks first, and leaves their matrices to FSDP2 over the others."""
     ranks = []
     for _ in range(replicate):

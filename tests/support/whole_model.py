@@ -14,7 +14,7 @@ from titan_rl.wire.model_shape import ModelShape
 
 
 def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute: Dtype = "float32") -> TitanModel:
-    """Return a TitanModel whose weights are random, and whose attention is that of `device`, on the CPU."""
+    """Return a TitanModel whose weights are random, and whose attention is the one for `device`, on the CPU."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
     attention = document_attention.overrides(device, compute)
     routed = experts.OVERRIDES if shape.experts else []

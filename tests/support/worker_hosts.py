@@ -1,4 +1,4 @@
-"""Workers on this machine, started as a user starts them, each with an address of its own."""
+"""Workers on this machine, started as a user starts them, each with its own address."""
 
 import os
 import socket
@@ -52,7 +52,7 @@ class WorkerHost:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """Return its child that serves a run, and what that has started."""
+        """Return its child that serves a run, and the descendants of that child."""
         return [
             each
             for child in psutil.Process(self.process.pid).children()

@@ -98,7 +98,7 @@ class WrittenRun:
     def __init__(self, folder: Path, driver: Driver | None = None) -> None:
         self.folder, self.driver = folder, driver
         self.cuts: dict[int, dict[str, Any]] = {}  # by step, of checkpoints
-        self.snapshot: tuple[int, dict[str, Any]] | None = None  # of this process
+        self.snapshot: tuple[int, dict[str, Any]] | None = None  # this process's
         self.warnings: list[str] = []
 
     def life(

@@ -1,5 +1,5 @@
-"""Environments out of other packages, unmodified, to a training step. check_env installs each package into a virtual
-environment of its own, so the tests need a package index."""
+"""Environments out of other packages, unmodified, to a training step. check_env installs each package into a separate
+virtual environment, so the tests need a package index."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROWS = [{"question": f"{a}*7=", "answer": str(7 * a), "expected": str(7 * a)} fo
 
 
 def checked(*flags: str, code: int = 0) -> str:
-    """Return what check_env says."""
+    """Return the output of check_env."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")}
     command = [sys.executable, "-m", "titan_rl.check_env", *flags]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=600)

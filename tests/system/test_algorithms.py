@@ -16,11 +16,16 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt
 
 STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}
-DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
+DENSE: dict[str, Any] = {
+    "task__reward": "dense_reward:digits",
+    "task__eval_reward": "exact",
+    "optimizer__lr": 1e-3,
+    "parallelism__data_parallel_shard_degree": 1,  # test_trainer_mesh.py compares meshes
+}
 TIGHT = 1e-5  # mean log-prob gap between trainer and generator
 
 RL: dict[str, dict[str, Any]] = {
-    "dr_grpo": {},
+    "dr_grpo": {"parallelism__data_parallel_shard_degree": 2},
     "rloo": {},
     "reinforce_pp": {"rollout__group_size": 1},
     "reinforce_pp_baseline": {"reference__mesh": "own"},
@@ -69,7 +74,7 @@ def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RL)
 def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> None:
-    run = runs.finish(tmp_path / "run", f"{name}_llama", **STEPS, **DENSE, **RL[name])
+    run = runs.finish(tmp_path / "run", f"{name}_llama", **{**STEPS, **DENSE, **RL[name]})
     lines = steps(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -105,7 +110,7 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
 
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
 def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path, name: str) -> None:
-    """The reference on a mesh of its own, and lent to the trainer: the same numbers."""
+    """The reference on a separate mesh, and lent to the trainer: the same numbers."""
     keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
     own = steps(runs.finish(tmp_path / "own", f"{name}_llama", reference__mesh="own", **keys), "fit")
     first, *_, last = own

@@ -36,7 +36,7 @@ def trained_prompts(run: Run, steps: int, groups: int = 4, size: int = 4) -> lis
 
 @pytest.fixture(scope="module")
 def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of long answers that never stop early, four at a time: the generator always has work, whatever the CPU, so
+    """A run of long answers that never stop early, four at a time: the generator always has work, on any CPU, so
     a sync happens in the middle of answers."""
     return runs.finish(
         tmp_path_factory.mktemp("lagging") / "run",
@@ -50,7 +50,7 @@ def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def apart(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run without a lag, on meshes of its own."""
+    """A run without a lag, on separate meshes."""
     return runs.finish(tmp_path_factory.mktemp("apart") / "run", **LAGGING, training__steps=4)
 
 
@@ -160,7 +160,7 @@ def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, apart: Run, tm
     assert all(line["sync/hidden"] == 0 for line in partial.lines("metrics.jsonl"))
 
 
-def test_memory_is_steady_over_hundreds_of_steps(runs: Runs, tmp_path: Path) -> None:
+def test_memory_is_steady_over_steps(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(
         tmp_path / "run", rollout__lag=2, training__steps=10_000, **{**LAGGING, "checkpoint__interval": 10_000}
     )
@@ -169,14 +169,17 @@ def test_memory_is_steady_over_hundreds_of_steps(runs: Runs, tmp_path: Path) -> 
         pids = {"controller": run.process.pid, **run.workers()}
         return {name: _resident_mb(pid) for name, pid in pids.items()}
 
-    run.wait_for_step(60)
-    before = resident()
-    run.wait_for_step(300, timeout=300)
-    after = resident()
+    measured = list[dict[str, float]]()
+    for step in (40, 75, 110):
+        run.wait_for_step(step)
+        measured.append(resident())
     run.process.send_signal(signal.SIGINT)
     run.finish(timeout=120)
-    assert before.keys() == after.keys()
-    assert {name: round(after[name] - before[name]) for name in after if after[name] - before[name] > 40} == {}
+    first, second, third = measured
+    assert first.keys() == second.keys() == third.keys()
+    # A leak grows in both halves. An allocator that maps another arena grows in one of them.
+    grown = {name: min(second[name] - first[name], third[name] - second[name]) for name in first}
+    assert {name: megabytes for name, megabytes in grown.items() if megabytes > 6} == {}
 
 
 def _resident_mb(pid: int) -> float:
@@ -196,8 +199,8 @@ def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
             raise ValueError("refused")
 
     async def body() -> None:
-        nobody: Any = None
-        weights = Failing(nobody, nobody, Clock())
+        no_mesh: Any = None
+        weights = Failing(no_mesh, no_mesh, Clock())
         weights._last = SyncStats(0, 0, 0, 0, 0, 0)
         await weights.begin_sync(1)
         with pytest.raises(ValueError, match="refused"):

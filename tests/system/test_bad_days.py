@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +147,25 @@ def test_a_replica_that_does_not_start_on_one_host_is_started_on_another(
     assert "generator1 did not start on host1: it is tried on host0" in out, out
 
 
+@contextmanager
+def warmed(disk: SmallDisk) -> Iterator[str]:
+    """Yield the folder of fork servers for which paths on this disk exist."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    command = [*disk.within(), sys.executable, "-m", "titan_rl.warm"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as warm:
+        assert warm.stdout is not None
+        _, value = shlex.split(warm.stdout.readline())
+        try:
+            yield value.removeprefix(f"{VARIABLE}=")
+        finally:
+            warm.terminate()
+
+
 def test_a_run_folder_without_room_ends_the_run_by_name_and_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)  # the tests' fork servers do not see that disk
-    with SmallDisk(tmp_path / "disk", megabytes=16) as disk:
+    with SmallDisk(tmp_path / "disk", megabytes=16) as disk, warmed(disk) as servers:
+        monkeypatch.setenv(VARIABLE, servers)  # the tests' own do not see that disk
         runs, folder = Runs(disk.within()), tmp_path / "disk" / "run"
         keys = {"cold_start__steps": 2, "eval__size": 0, "algorithm__kl_coef": 0.0, "algorithm__max_dead_steps": 0}
         keys |= {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 0, "fault__max_failed_saves": 0}
@@ -249,16 +265,16 @@ def test_every_host_that_does_not_join_is_named_with_what_was_tried(
     runs: Runs, pair: tuple[WorkerHost, WorkerHost], odd: dict[str, WorkerHost], tmp_path: Path
 ) -> None:
     fine, nothing = pair[0].address, free_address("127.0.0.7")
-    nobody, version = "tcp://no-such-host.invalid:26600", odd["version"].address
+    unknown, version = "tcp://no-such-host.invalid:26600", odd["version"].address
     with socket.create_server(("127.0.0.8", 0)) as silent:
         mute = f"tcp://127.0.0.8:{silent.getsockname()[1]}"
-        addresses = (fine, nobody, nothing, mute, version)
+        addresses = (fine, unknown, nothing, mute, version)
         run = runs.start(tmp_path / "run", **keys(*addresses, hosts__join_seconds=10))
         out = said(run)
     assert run.code == 1, out
     assert "4 of 5 hosts did not join: " in out, out
     assert (
-        f"{nobody} did not answer within hosts.join_seconds = 10: the name no-such-host.invalid resolves to" in out
+        f"{unknown} did not answer within hosts.join_seconds = 10: the name no-such-host.invalid resolves to" in out
     ), out
     assert f"{nothing} did not answer within hosts.join_seconds = 10: nothing listens at 127.0.0.7:" in out, out
     assert f"{mute} did not answer within hosts.join_seconds = 10: something listens there" in out, out

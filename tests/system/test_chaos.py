@@ -14,6 +14,7 @@ from titan_rl.config.sections import FaultSection
 
 PATIENCE = 90
 AGENTS = str(Path(running.__file__).parent)
+AGENT_STEPS = 12
 FAULTS = ("kill:generator", "kill:trainer", "error:generator", "corrupt:generator", "disk:trainer")
 
 
@@ -39,7 +40,7 @@ def under_chaos(
 
 
 def test_a_run_comes_through_five_faults(tmp_path: Path) -> None:
-    run, found = under_chaos(tmp_path / "run", *FAULTS, training__steps=120)
+    run, found = under_chaos(tmp_path / "run", *FAULTS, training__steps=60)
     assert run.returncode == 0, run.stdout + run.stderr
     assert found["problems"] == []
     assert all(problems == [] for problems in found["audits"].values())
@@ -72,7 +73,7 @@ def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) 
         task__agent="slow_agent:run",
         environment__concurrency=16,
         generator__replicas=1,
-        training__steps=24,
+        training__steps=AGENT_STEPS,
         fault__hang_seconds=30,  # no deadline finds these faults; a busy machine starved a process for the default's 5
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -87,6 +88,6 @@ def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) 
     assert max(map(int, again)) > 0, "no rollout was running"
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     rollouts = [line for line in lines if line["kind"] == "rl"]
-    assert len(rollouts) == 24 * 16
+    assert len(rollouts) == AGENT_STEPS * 16
     assert {line["status"] for line in rollouts} == {"completed"}
     assert all(len(line["turns"]) == 2 for line in rollouts)

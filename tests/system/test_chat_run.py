@@ -7,12 +7,12 @@ from pathlib import Path
 
 from support.running import Runs
 
-BOS, END, USER, ASSISTANT = 1, 2, 4, 5  # of the built-in tokenizer
+BOS, END, USER, ASSISTANT = 1, 2, 4, 5  # as in the built-in tokenizer
 
 
 def test_a_run_trains_on_chats_with_an_environment(runs: Runs, tmp_path: Path) -> None:
-    """The environment spells control tokens in all that it says. Every turn is opened and ended by the template, and
-    the mask covers what was sampled."""
+    """The environment spells control tokens in all of its messages. Every turn is opened and ended by the template, and
+    the mask covers the sampled tokens."""
     keys = {"task__template": "chat", "environment__name": "chatty_environment:chatty", "cold_start__steps": 0}
     run = runs.finish(tmp_path / "run", training__steps=2, rollout__max_new_tokens=6, **keys)
     rollouts = run.lines("rollouts.jsonl")

@@ -69,7 +69,7 @@ def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_qu
 def test_an_evicted_pod_of_two_saves_and_the_next_one_continues_bit_for_bit_with_the_same_worker(
     kubernetes: FakeKubernetes, whole: RunFiles, tmp_path: Path
 ) -> None:
-    """Each pod has an address and a worker of its own; that of the second serves both runs."""
+    """Each pod has an address and a worker; the second pod's worker serves both runs."""
     kubernetes.named = True
     mounts = f"--launch.mounts={tmp_path}:{tmp_path}"
     own = [f"--launch.python={sys.executable}", "--launch.image=rl:1", "--hosts.count=2"]

@@ -173,7 +173,7 @@ def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any)
 
 
 def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> None:
-    """A step takes 2048. Prefills, also those that a new version repeats, take several steps; none is split."""
+    """A step takes 2048. Prefills, also the ones that a new version repeats, take several steps; none is split."""
     contexts = [[1, 4 + i % 60, *range(60)] for i in range(60)]
     engine.add([Request(f"r{i}", context, [i], Sampling(12)) for i, context in enumerate(contexts)])
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""What an engine does before it serves, in a process of its own."""
+"""An engine before it serves, in a separate process."""
 
 import json
 import os
@@ -20,7 +20,7 @@ print(type(engine._llm.model_executor.driver_worker.get_model()).__name__)
 
 
 def test_a_machines_first_engine_is_built_without_another_process(tmp_path: Path) -> None:
-    """vLLM caches what it found out about a model's class. Where that cache is empty, it starts a process to look."""
+    """vLLM caches properties of a model's class. If that cache is empty, it starts a process to find them."""
     folder, cache = tmp_path / "model", tmp_path / "cache"
     folder.mkdir()
     shape = shape_of(ModelSection(name="qwen3", dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=64))

@@ -67,8 +67,8 @@ def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def mixed_gap(old: Any, new: Any, context: list[int], completion: Completion, kept: int) -> float:
-    """Return the largest |log-prob - that of Hugging Face's `new`|, which reads the keys and values of the first `kept`
-    tokens from `old`."""
+    """Return the largest |log-prob - log-prob of Hugging Face's `new`|. `new` reads the keys and values of the first
+    `kept` tokens from `old`."""
     import torch
 
     tokens = torch.tensor([[*context, *completion.tokens]])
@@ -134,8 +134,8 @@ def check_kept_samples_go_on_with_new_weights_on_old_keys_and_values(engine: Eng
 
 
 def check_no_new_request_reads_keys_and_values_of_older_weights(engine: Engine, model: Any, changed: Any) -> None:
-    """Neither those that finished samples left behind, nor what unfinished ones still add: not in another group of the
-    same prompt, not in a second turn, not in a sample that is moved."""
+    """Neither tokens that finished samples left behind, nor tokens that unfinished ones still add: not in another
+    group of the same prompt, not in a second turn, not in a sample that is moved."""
     (turn,) = run(engine, Request("first turn", CONTEXT, [0], Sampling(40)))["first turn"]
     engine.add([GROUP])
     for _ in range(10):

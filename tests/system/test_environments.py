@@ -133,7 +133,7 @@ def test_a_cancelled_rollout_leaves_nothing_running_and_its_place_is_free(tmp_pa
             driven = [asyncio.create_task(mesh.drive(each)) for each in scripted([{"tool_seconds": 60}] * 5)]
             while await mesh.running() < 3:
                 await asyncio.sleep(0.02)
-            assert await mesh.running() == 3, "a process drives as many rollouts as its concurrency"
+            assert await mesh.running() == 3, "a process drives environment.concurrency rollouts"
             for task in driven:
                 task.cancel()
             await asyncio.wait(driven)
@@ -146,7 +146,7 @@ def test_a_cancelled_rollout_leaves_nothing_running_and_its_place_is_free(tmp_pa
 
 
 def test_in_lockstep_a_turn_is_sampled_once_every_rollout_has_asked(tmp_path: Path) -> None:
-    """However long each tool takes: the order of requests is that of the rollouts."""
+    """However long each tool takes: requests have the order of the rollouts."""
     rows = [{"tool_seconds": 0.05 * (5 - i)} for i in range(6)]
 
     async def body() -> None:

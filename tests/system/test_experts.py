@@ -13,9 +13,9 @@ from support.rank_programs import STEPS, Case, train_and_export
 ALONE = Case(family="qwen3_moe", share=False)
 LAYOUTS = {
     2: ("fsdp2_ep2", "tp2_ep2", "tp2"),
-    4: ("fsdp2_tp2_ep2", "hsdp_2x2_ep2", "hsdp_2x2", "fsdp2_tp2"),
+    4: ("fsdp2_tp2_ep2", "hsdp_2x2_ep2"),
 }
-EXPORTS = 3  # of the last layouts
+EXPORTS = 3  # the last layouts
 
 
 def case(layout: str, **keys: Any) -> Case:

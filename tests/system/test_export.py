@@ -63,7 +63,7 @@ def score(run: RunFiles, folder: Path, engine: str, scratch: Path) -> float:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    (said,) = (line for line in lines if line.startswith("answers: "))  # vLLM prints progress of its own
+    (said,) = (line for line in lines if line.startswith("answers: "))  # vLLM prints progress, too
     first, *answers = json.loads(said.removeprefix("answers: "))
     assert first in lines, "the snippet shows the answer to its own prompt"
     right = [answer == example.answer for answer, example in zip(answers, task.heldout, strict=True)]

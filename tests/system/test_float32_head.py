@@ -66,7 +66,7 @@ def test_both_sides_keep_float32_logits(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_llama(max_position_embeddings=128).bfloat16().save_pretrained(folder)
     ((kinds, error, samples),) = results_of("generator", ENGINE, folder)
-    assert kinds == [["torch.float32", "torch.bfloat16"]]  # of the logits, of the hidden states
+    assert kinds == [["torch.float32", "torch.bfloat16"]]  # logits, hidden states
     assert error < 1e-5
 
     tokens, sampled = [tokens for tokens, _ in samples], np.concatenate([logprobs for _, logprobs in samples])

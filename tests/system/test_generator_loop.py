@@ -1,4 +1,4 @@
-"""A generator rank between two steps: what has arrived enters, and what is done leaves."""
+"""A generator rank between two steps: new requests enter, and finished ones leave."""
 
 import asyncio
 import os

@@ -97,7 +97,7 @@ def test_a_publisher_two_versions_ahead_waits_for_a_slow_reader(running: Running
         await pulling
         one, other = await running.mesh.fingerprint()
         assert one == other
-        assert all(one[name] != before[name] for name in before), "what was published as 31, not what came after"
+        assert all(one[name] != before[name] for name in before), "the weights published as 31, not later ones"
         await weights.sync(33)
         assert (await running.mesh.fingerprint())[1] == before
 

@@ -167,6 +167,7 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     assert {rank: deaths.alive()[rank] for rank in others} == stay, "the others never stopped"
 
 
+@pytest.mark.parametrize("tended", ["tp2"], indirect=True, scope="module")
 def test_a_rank_whose_death_is_known_late_is_still_the_reason(tended: Tended, model: Any) -> None:
     """Its peer's collective breaks first, if it has a peer."""
 
@@ -227,6 +228,7 @@ def test_a_replica_that_stands_still_is_replaced_within_its_deadline(tended: Ten
     assert incident.time - stopped < 2 * HANG_SECONDS + SOON
 
 
+@pytest.mark.parametrize("tended", ["two replicas"], indirect=True, scope="module")
 def test_a_replica_that_fails_is_replaced(tended: Tended, model: Any) -> None:
     async def work() -> list[list[Completion]]:
         first = tended.mesh.replicas[min(tended.mesh.replicas)]
@@ -300,6 +302,6 @@ def test_the_mesh_grows_and_shrinks_while_it_samples_and_no_token_is_lost(tended
         return done, len(tended.incidents.all)
 
     count = len(tended.incidents.all)
-    done, told = tended(work())
+    done, answered = tended(work())
     all_are_whole(model, 8, 600, done)
-    assert told == count, "nothing was lost"
+    assert answered == count, "nothing was lost"

@@ -1,5 +1,5 @@
-"""Hosts that cannot map the controller's memory: each worker has a PID namespace, as a container has. Snapshot servers
-hold the snapshots of their trainers."""
+"""Hosts that cannot map the controller's memory: workers in separate PID namespaces, as containers are.
+Snapshot servers hold the snapshots of their trainers."""
 
 import os
 import re

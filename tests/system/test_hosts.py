@@ -25,7 +25,7 @@ from titan_rl.wire.worker_address import split_address, takes_connections
 
 KEYS: dict[str, Any] = {
     "cold_start__steps": 3,
-    "training__steps": 12,
+    "training__steps": 8,
     "generator__replicas": 2,
     "hosts__threads": 0,  # they follow from the cores
 }
@@ -160,7 +160,7 @@ def start_worker(folder: Path, address: str, tls: Path | None) -> "subprocess.Po
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three hosts on the loopback device, each with an address and a certificate of its own."""
+    """Three hosts on the loopback device, each with an address and a certificate."""
     folder = tmp_path_factory.mktemp("cluster")
     names = [f"127.0.0.{n}" for n in (1, 2, 3, 4)]
     make_certificates(folder, names)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from support.checkouts import Checkout, clone, simple_index
 
-# Records how it is called, and installs the checkout by a .pth file, unless the environment says that it fails.
+# Records how it is called, and installs the checkout by a .pth file, unless a variable makes it fail.
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 options = sys.argv[1:]
@@ -107,7 +108,7 @@ def test_what_each_extra_leaves_out(checkout: Checkout, tmp_path: Path) -> None:
 def test_pip_takes_over_where_uv_fails(checkout: Checkout, tmp_path: Path) -> None:
     done = checkout.call("--extra", "cpu", **stand_in(tmp_path / "bin"), STAND_IN="fails")
     assert done.returncode == 0, done.stderr
-    assert f"titan_rl: uv failed, trying pip (the log says why: {checkout.log})" in done.stderr.splitlines()
+    assert f"titan_rl: uv failed, trying pip (the reason is in {checkout.log})" in done.stderr.splitlines()
     assert "No solution found" in checkout.log.read_text()
     assert "Successfully installed" in checkout.log.read_text()
     assert checkout.call().stderr == ""
@@ -266,7 +267,7 @@ def test_progress_is_one_line_on_a_terminal_and_plain_elsewhere(
     assert install.run([sys.executable, "-c", program], "uv", tmp_path / "log") == 3
     assert (tmp_path / "log").read_text() == "Resolved 7 packages in 1s\nend\n"
     text = shown.getvalue()
-    assert "titan_rl: uv: 7 packages, 1 s" in text
+    assert re.search(r"titan_rl: uv: 7 packages, \d+ s", text)
     if terminal:
         assert "\n" not in text
         assert text.startswith("\r\x1b[Ktitan_rl: ")

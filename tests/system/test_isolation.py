@@ -42,8 +42,8 @@ Address = tuple[str, str | tuple[str, int]]
 
 
 def reached(addresses: list[Address]) -> list[str]:
-    """Return those of another network that another user can connect to from this one; a test run that is not root can
-    try it as its own user only."""
+    """Return the ones of another network that another user can connect to from this one. A test run that is not root
+    can try it as its own user only."""
     command = [sys.executable, "-I", "-S", "-c", ATTACK]
     done = subprocess.run(command, input=json.dumps(addresses), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -145,7 +145,7 @@ input()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-@pytest.mark.xfail(strict=True, reason="Monarch 0.7.0 listens on abstract sockets and asks nobody who they are")
+@pytest.mark.xfail(strict=True, reason="Monarch 0.7.0 listens on abstract sockets and does not ask who connects")
 def test_monarch_refuses_other_users_by_itself() -> None:
     """The reason for a run's network namespace. docs/upgrades.md describes how Monarch could close the gap."""
     command = [sys.executable, "-c", HOST]

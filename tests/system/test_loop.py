@@ -58,7 +58,7 @@ def test_resuming_on_another_mesh(runs: Runs, whole: RunFiles, tmp_path: Path) -
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
 
 
-def test_shared_prompts_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+def test_shared_prompts_change_no_loss_and_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "cold_start__steps": 0,
         "training__steps": 1,
@@ -72,6 +72,12 @@ def test_shared_prompts_change_no_loss(runs: Runs, tmp_path: Path) -> None:
     (saved,), (none,) = ([line["tokens/shared"] for line in run.lines("metrics.jsonl")] for run in (shared, plain))
     assert saved > 0.1
     assert none == 0
+    old = sampled(shared)
+    new = runs.finish(shared.folder, **keys, job__fresh=True, debug__seed=1)
+    assert Run(tmp_path / "shared.1", new.process).summary()["seed"] == 0
+    assert new.summary()["seed"] == 1
+    assert len(new.lines("metrics.jsonl")) == 1
+    assert sampled(new) != old, "another seed samples other answers"
 
 
 def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:
@@ -83,17 +89,6 @@ def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, who
     assert f"{folder / 'start'} is missing" in out
     assert "Traceback" not in out
     assert not run.processes()
-
-
-def test_fresh_moves_the_old_run_aside_and_another_seed_samples_others(runs: Runs, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    runs.finish(folder, training__steps=1, cold_start__steps=0)
-    new = runs.finish(folder, training__steps=1, cold_start__steps=0, job__fresh=True, debug__seed=1)
-    old = Run(tmp_path / "run.1", new.process)
-    assert old.summary()["seed"] == 0
-    assert new.summary()["seed"] == 1
-    assert len(new.lines("metrics.jsonl")) == 1
-    assert sampled(new) != sampled(old)
 
 
 def test_an_exception_in_a_rank_is_shown_once_by_name(
@@ -119,18 +114,18 @@ def test_an_exception_in_a_rank_is_shown_once_by_name(
 )
 def test_shipped_configs_agree_on_log_probs(runs: Runs, tmp_path: Path, config: str, dtype: str) -> None:
     """The configs' own models and meshes, a few steps of each."""
-    run = runs.finish(
-        tmp_path / "run", config, small=False, cold_start__steps=5, cold_start__stop_at=0, training__steps=3
-    )
+    few: dict[str, Any] = {"cold_start__steps": 2, "cold_start__stop_at": 0, "training__steps": 2, "eval__size": 16}
+    few |= {"rollout__groups_per_step": 16, "cold_start__batch_size": 16}
+    run = runs.finish(tmp_path / "run", config, small=False, **few)
     for line in run.lines("metrics.jsonl"):
         assert line["logprob_gap/mean"] <= TIGHT[dtype]
 
 
 def test_learning_happens(runs: Runs, learnt: RunFiles, tmp_path: Path) -> None:
     """The README's promise, with fewer steps: random weights, a cold start to about 0.7, then RL improves on it. The
-    first four steps are those of `learnt`.
+    first four steps are shared with `learnt`.
 
-    The bar is far below what was measured: docs/benchmarks/learning.csv has whole runs on emulated machines.
+    The bar is far below the measurements: docs/benchmarks/learning.csv has whole runs on emulated machines.
     """
     run = runs.start(shutil.copytree(learnt.folder, tmp_path / "run"), small=False, training__steps=40)
     out = run.finish(timeout=540)

@@ -109,7 +109,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Runs().finish(tmp_path_factory.mktemp("local") / "run", **KEYS)
 
 
-class Told:
+class LiveOutput:
     """A run of the cluster whose output is read while it runs."""
 
     def __init__(self, cluster: Cluster, folder: Path, **keys: object) -> None:
@@ -123,7 +123,7 @@ class Told:
         self.lines += self.run.process.stdout  # line by line
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return " ".join(" ".join(self.lines).split())
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
@@ -136,7 +136,7 @@ class Told:
         """Return what the run has recorded of its losses: a line when one is noticed, and one when it is over."""
         return self.run.written("faults.jsonl")
 
-    def __enter__(self) -> "Told":
+    def __enter__(self) -> "LiveOutput":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -150,21 +150,21 @@ def test_hosts_that_share_no_network_and_no_memory_change_no_bit(
     """And they listen at no other ports than docs/clusters.md lists."""
     held = tmp_path / "held"
     monkeypatch.setenv("HELD_REWARD", str(held))
-    with Told(cluster, tmp_path / "run") as told:
-        told.run.wait_for_step(1)
+    with LiveOutput(cluster, tmp_path / "run") as live:
+        live.run.wait_for_step(1)
         held.touch()
         found = {name: cluster.host(name).reachable_ports() for name in (*HOSTS, HEAD)}
         held.unlink()
-        code = told.run.process.wait(300)
+        code = live.run.process.wait(300)
     head, others = found.pop(HEAD), {name: ports - {PORT, *PORTS} for name, ports in found.items()}
     assert len(head) == 1
     assert head <= {*HEAD_PORTS}
     assert {name: len(ports) for name, ports in others.items()} == {"node1": 1, "node2": 1, "node3": 0}, "gloo's"
     meets = {name: len(ports & {*PORTS}) for name, ports in found.items()}
     assert meets == {"node1": 3, "node2": 2, "node3": 2}, "worker and agent, and the trainers meet on the first"
-    assert code == 0, told.said
-    assert same(told.run, local)
-    assert "by RDMABuffer (TCP fallback) x 3, shared memory x 1" in told.said
+    assert code == 0, live.output
+    assert same(live.run, local)
+    assert "by RDMABuffer (TCP fallback) x 3, shared memory x 1" in live.output
 
 
 def test_cut_hosts_are_replaced_and_taken_back_and_cost_no_bit(
@@ -175,56 +175,56 @@ def test_cut_hosts_are_replaced_and_taken_back_and_cost_no_bit(
     held = tmp_path / "held"
     monkeypatch.setenv("HELD_REWARD", str(held))
     first, second = cluster.host("node3"), cluster.host("node1")
-    with Told(cluster, tmp_path / "run", hosts__slots=2, fault__detect_seconds=DETECT_SECONDS) as told:
-        told.run.wait_for_step(1)
+    with LiveOutput(cluster, tmp_path / "run", hosts__slots=2, fault__detect_seconds=DETECT_SECONDS) as live:
+        live.run.wait_for_step(1)
         held.touch()
-        generator = cut_until_replaced(told, first, ["generator1"])
-        told.wait_for(lambda: f"{first.name}:{PORT} is back: its slots are free" in told.said, "the first is back")
+        generator = cut_until_replaced(live, first, ["generator1"])
+        live.wait_for(lambda: f"{first.name}:{PORT} is back: its slots are free" in live.output, "the first is back")
         assert not generator & first.pids(), "its ranks of before have ended"
         held.unlink()
 
-        told.run.wait_for_step(4)
+        live.run.wait_for_step(4)
         held.touch()
-        trainer = cut_until_replaced(told, second, ["trainer", "generator1"])
-        assert not trainer & second.pids(), "those that are replaced publish and save nothing any more"
+        trainer = cut_until_replaced(live, second, ["trainer", "generator1"])
+        assert not trainer & second.pids(), "replaced ranks publish and save nothing any more"
         assert set(first.ranks()) == {"trainer[dp=1 tp=0]", "generator1[tp=0]"}
-        told.wait_for(lambda: f"{second.name}:{PORT} is back: its slots are free" in told.said, "the second is back")
+        live.wait_for(lambda: f"{second.name}:{PORT} is back: its slots are free" in live.output, "the second is back")
         held.unlink()
-        assert resumed_after(told, local) >= 2, "it resumes from a checkpoint of this run"
-    silences = [float(found) for found in re.findall(r"does not answer, for (\S+) s", told.said)]
+        assert resumed_after(live, local) >= 2, "it resumes from a checkpoint of this run"
+    silences = [float(found) for found in re.findall(r"does not answer, for (\S+) s", live.output)]
     assert len(silences) == 3
     assert max(silences) <= DETECT_SECONDS
-    audited(told.run)
+    audited(live.run)
 
 
 def test_a_host_that_is_cut_off_inside_a_save_leaves_no_checkpoint_to_resume_from(
     local: Run, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The rank that is cut off goes on to write when the run has given it up. Its mesh continues on the other hosts."""
+    """The run gives up the rank that is cut off, which then ends its write. Its mesh continues on the other hosts."""
     host, reached = cluster.host("node2"), cluster.hold.with_name("hold.reached")
     where = '{trainer = "0-1", generator = "0,2"}'
     keys = {"fault__detect_seconds": DETECT_SECONDS, "placement__hosts": where, "fault__snapshot_interval": 0}
-    with Told(cluster, tmp_path / "run", **keys) as told:
-        told.run.wait_for_step(2)
-        told.wait_for(lambda: (told.run.folder / "checkpoint/step-2/.metadata").exists(), "a checkpoint is whole")
+    with LiveOutput(cluster, tmp_path / "run", **keys) as live:
+        live.run.wait_for_step(2)
+        live.wait_for(lambda: (live.run.folder / "checkpoint/step-2/.metadata").exists(), "a checkpoint is whole")
         cluster.hold.touch()
-        told.wait_for(reached.exists, "a save is begun")
-        (half,) = half_written(told.run)
+        live.wait_for(reached.exists, "a save is begun")
+        (half,) = half_written(live.run)
         host.cut()
-        told.wait_for(lambda: told.incidents(), f"{host.name} is given up")
+        live.wait_for(lambda: live.incidents(), f"{host.name} is given up")
         reached.unlink()
-        told.wait_for(lambda: told.incidents()[-1]["outcome"] == "back", "the trainers are back")
+        live.wait_for(lambda: live.incidents()[-1]["outcome"] == "back", "the trainers are back")
         assert not host.ranks(), "no second writer is left when the trainers resume"
         host.heal()
-        assert resumed_after(told, local) == half - 2, "the step before, which is whole"
-    audited(told.run)
+        assert resumed_after(live, local) == half - 2, "the step before, which is whole"
+    audited(live.run)
 
 
-def resumed_after(told: Told, local: Run) -> int:
+def resumed_after(live: LiveOutput, local: Run) -> int:
     """Wait for the end of a run that is the local one to the last bit; return after which step its trainer resumed."""
-    assert told.run.process.wait(300) == 0, told.said
-    assert same(told.run, local)
-    resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", told.said)
+    assert live.run.process.wait(300) == 0, live.output
+    assert same(live.run, local)
+    resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", live.output)
     assert resumed
     return int(resumed[1])
 
@@ -241,13 +241,13 @@ def audited(run: Run) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def cut_until_replaced(told: Told, host: SeparateHost, lost: Sequence[str]) -> set[int]:
-    """Cut a host off until the run has noticed, and wait until what was lost is back. Return the pids of its ranks."""
-    before, seen = host.pids(), len(told.incidents())
+def cut_until_replaced(live: LiveOutput, host: SeparateHost, lost: Sequence[str]) -> set[int]:
+    """Cut a host off until the run notices it, and wait until the lost roles are back. Return the pids of its ranks."""
+    before, seen = host.pids(), len(live.incidents())
     assert {rank.partition("[")[0] for rank in host.ranks()} == set(lost)
     host.cut()
-    told.wait_for(lambda: set(lost) <= {each["who"] for each in told.incidents()[seen:]}, f"{host.name} is given up")
+    live.wait_for(lambda: set(lost) <= {each["who"] for each in live.incidents()[seen:]}, f"{host.name} is given up")
     host.heal()
     ended = {(role, "back") for role in lost}
-    told.wait_for(lambda: ended <= {(e["who"], e["outcome"]) for e in told.incidents()[seen:]}, f"{lost} are back")
+    live.wait_for(lambda: ended <= {(e["who"], e["outcome"]) for e in live.incidents()[seen:]}, f"{lost} are back")
     return before

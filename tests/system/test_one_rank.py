@@ -1,4 +1,4 @@
-"""One rank of a model without Monarch, in a process of its own: what it resumes with, and what it reads and writes."""
+"""One rank of a model without Monarch, in a separate process: its state when it resumes, and its files."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ for model in models:
             )
     model.config = config
 """
-SCHEDULED = {"lr", "initial_lr", "steps"}  # what is not a setting of the optimizer alone
+SCHEDULED = {"lr", "initial_lr", "steps"}  # not settings of the optimizer alone
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_with_the_same_keys_a_phase_continues_to_the_last_bit(resumed: list[dict
 
 
 def test_changed_keys_hold_from_the_next_step_on(resumed: list[dict[str, Any]]) -> None:
-    """Moments and step counts are resumed; every setting is the config's, and the rate that is told is the one used."""
+    """Moments and step counts are resumed; every setting is the config's, and the reported rate is the one used."""
     changed = [one for one in resumed if one["changed"]]
     assert len(changed) == 4
     for one in changed:
@@ -162,11 +162,11 @@ tell(resumed=resumed, outcomes=outcomes, steps=steps)
 
 
 def test_a_failed_asynchronous_save_is_told_once_and_the_next_one_counts(tmp_path: Path) -> None:
-    """That of step 2 fails in the background, that of step 5 at once, because it had to be on disk."""
+    """The save of step 2 fails in the background, the one of step 5 at once, because it had to be on disk."""
     (found,) = results_of_rank(FULL, tmp_path, "async")
     assert found["outcomes"] == ["begun", "begun", "failed", "on disk", "failed", "on disk"]
     assert found["steps"] == ["step-1", "step-4", "step-6"]
-    assert found["resumed"] == 6, "that of step 7 fails while the next phase begins"
+    assert found["resumed"] == 6, "the save of step 7 fails while the next phase begins"
 
 
 TIED = """

@@ -1,4 +1,4 @@
-"""Whole runs that lose ranks of every mesh, and go on."""
+"""Whole runs that lose ranks of every mesh, and continue."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from support.running import Run, Runs
 from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import events
 
-ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a mesh of its own
+ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a separate mesh
     "task__reward": "dense_reward:digits",
     "task__eval_reward": "exact",
     "reference__mesh": "own",

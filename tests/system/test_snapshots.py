@@ -1,4 +1,4 @@
-"""Snapshots of real trainer and critic meshes: what they hold, and what a mesh restored from one computes."""
+"""Snapshots of real trainer and critic meshes: their content, and the steps of a mesh restored from one."""
 
 import asyncio
 import json

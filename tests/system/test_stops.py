@@ -52,7 +52,7 @@ class Stops:
         (self.orders / HITS).unlink()
 
     def stop(self, run: Run, number: int, *, everyone: bool, within: float = 40) -> str:
-        """Send a signal to the controller, or to every process of the run. Return what was printed."""
+        """Send a signal to the controller, or to every process of the run. Return the output."""
         assert not run.maps("libtorch"), "the controller has imported torch"
         pids = [pid for pid, _, _ in run.processes()] if everyone else []
         began, signalled = time.monotonic(), time.time()

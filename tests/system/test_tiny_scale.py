@@ -12,7 +12,6 @@ from support.running import Runs
     [
         ("grpo_llama3_70b", 2, {"trainer": 4, "generator": 4}),
         ("grpo_qwen3_30b_a3b", 2, {"trainer": 2, "generator": 4}),
-        ("ppo_reward_model_llama", 0, {"critic": 1, "reward_model": 1}),
     ],
 )
 def test_a_step_of_a_shipped_config_runs_at_tiny_scale(

@@ -35,11 +35,11 @@ def served(line: str, folder: Path) -> Iterator[dict[str, str]]:
         server = subprocess.Popen(words, cwd=folder, env={**os.environ, **PATHS}, stdout=log, stderr=log)
     try:
         ends = time.monotonic() + 300
-        while len(told := re.findall(r"(OPENAI_\w+)=(\S+)", (folder / "server.log").read_text())) < 2:
+        while len(printed := re.findall(r"(OPENAI_\w+)=(\S+)", (folder / "server.log").read_text())) < 2:
             assert server.poll() is None, (folder / "server.log").read_text()
             assert time.monotonic() < ends, "the server does not say where it is"
             time.sleep(0.1)
-        yield dict(told)
+        yield dict(printed)
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0

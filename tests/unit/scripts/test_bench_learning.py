@@ -26,7 +26,7 @@ def test_the_summary_counts_the_runs_that_end_high_and_those_that_improve() -> N
 
 
 def test_the_seconds_of_a_process_that_outlives_its_parent_count() -> None:
-    """Measured in a process of its own, because it waits for every child of its process."""
+    """Measured in a separate process, because it waits for every child of its process."""
     burn = "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}], start_new_session=True)"
     program = (

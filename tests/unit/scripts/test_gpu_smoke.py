@@ -1,4 +1,4 @@
-"""The report that somebody with a GPU sends: every part runs within its limit, whatever happens to the others."""
+"""The report that a user with a GPU sends: every part runs within its limit, also if others fail."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Config types, a loader, a server that echoes what it is asked over a socket, and its client."""
+"""Config types, a loader, a server that echoes requests over a socket, and its client."""
 
 import json
 import socket
