@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from titan_rl.config.system_sections import SandboxSection
 from titan_rl.sandbox.cgroup import OwnCgroup
 from titan_rl.sandbox.execution import Ending, Execution, ExecutionLimits, SandboxRefused
+from titan_rl.sandbox.inside import ROOT
 from titan_rl.sandbox.requirements import advised
 
-ROOT = str(Path(__file__).parents[2])
 PROGRAM = "import sys; sys.path.append({root!r}); from titan_rl.sandbox.fork_server import main; main()"
 FLAGS = ("-s", "-S", "-P", "-B")  # no packages, no current folder
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}  # sets have one order in all servers
@@ -31,7 +31,6 @@ START_SECONDS = 60.0
 LOOK_SECONDS = 0.05  # between two looks at the memory
 GRACE_SECONDS = 10.0  # for the processes of an execution to die
 MOST_ENDING = 1 << 16
-CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 SEALS = 0xF  # no one changes it
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
