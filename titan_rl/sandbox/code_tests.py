@@ -41,6 +41,13 @@ def examine(completion: str, answer: str, row: Mapping[str, Any], sandbox: Local
     return verdict
 
 
+def check_row(answer: str, row: Mapping[str, Any], sandbox: LocalSandbox) -> None:
+    """Raise ValueError if the tests of a row cannot be read, or test nothing: an empty program passes them."""
+    if examine("", answer, row, sandbox).solved:
+        hint = "without entry_point, check(candidate) is not called; functions test_* and TestCases need a call as well"
+        raise ValueError(f'"code_tests" expects tests that an empty program fails ({hint})')
+
+
 def program(completion: str) -> str:
     """Return the last fenced block of a completion; all of it if there is none."""
     blocks = FENCED.findall(completion)

@@ -347,8 +347,8 @@ class Peer:
             return self._numbered(value)
         if issubclass(kind, SCALARS) and not issubclass(kind, Enum):
             return self._encoded(_exact(value))
-        if kind.__bases__ == (tuple,) and hasattr(kind, "_fields"):
-            return ["namedtuple", self._all_encoded([kind.__name__, value._fields, *value])]
+        if kind.__bases__ == (tuple,) and (fields := getattr(kind, "_fields", None)):
+            return ["namedtuple", self._all_encoded([kind.__name__, fields, *_exact(value)])]
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
             return self._encoded(value.tolist())
         if isinstance(value, BaseException) and getattr(builtins, kind.__name__, None) is kind:

@@ -32,7 +32,6 @@ LOOK_SECONDS = 0.05  # between two looks at the memory
 GRACE_SECONDS = 10.0  # for the processes of an execution to die
 MOST_ENDING = 1 << 16
 SEALS = 0xF  # no one changes it
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Gone(Exception):
@@ -72,7 +71,7 @@ class ForkServer:
         except BaseException:
             self.end()
             raise
-        self._own_memory = _anonymous(self._process.pid)
+        self._own_memory = _memory(self._process.pid)
 
     @property
     def lives(self) -> bool:
@@ -98,7 +97,7 @@ class ForkServer:
     def memory(self) -> int:
         """Return the memory of all processes of the execution, without what they share with the fork server."""
         pids = list(_descendants(self._process.pid))
-        return sum(max(0, _anonymous(pid) - self._own_memory) for pid in pids)
+        return sum(max(0, _memory(pid) - self._own_memory) for pid in pids)
 
     def kill(self) -> None:
         """Kill it, and with it what it runs. Any thread may."""
@@ -287,9 +286,10 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _anonymous(pid: int) -> int:
-    """Return a process's memory that is not of files, in bytes."""
+def _memory(pid: int) -> int:
+    """Return a process's memory in bytes, without files on a disk. Shared memory counts in each process that uses
+    it."""
     with suppress(OSError, ValueError):
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return (resident - shared) * PAGE
+        text = Path(f"/proc/{pid}/status").read_text()
+        return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(("RssAnon", "RssShmem")))
     return 0

@@ -7,7 +7,7 @@ import pytest
 
 from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import code_tests
-from titan_rl.sandbox.code_tests import examine, program, row_tests, same_lines
+from titan_rl.sandbox.code_tests import check_row, examine, program, row_tests, same_lines
 from titan_rl.sandbox.execution import Execution, SandboxRefused, Verdict
 from titan_rl.sandbox.local import LocalSandbox
 from titan_rl.tasks.reward_shapes import component
@@ -407,7 +407,8 @@ RIGHT = {
         "else: raise AssertionError"),
     "isinstance": (
         "class A: pass\nclass B(A):\n  pass\ndef f(): return B()",
-        "b = f()\nassert isinstance(b, A) and isinstance(b, B) and type(b) is B and issubclass(B, A) and not callable(b)"),
+        "b = f()\nassert isinstance(b, A) and isinstance(b, B) and type(b) is B "
+        "and issubclass(B, A) and not callable(b)"),
     "a decorator": ("def deco(f):\n  def g(*a): return f(*a) + 1\n  return g", "assert deco(lambda x: x)(1) == 2"),
     "a function of the tests that raises": (
         "def f(g):\n  try: g()\n  except KeyError: return 1", "def g(): raise KeyError('x')\nassert f(g) == 1"),
@@ -464,6 +465,28 @@ def test_the_shapes_of_rows(name: str, sandbox: LocalSandbox) -> None:
     assert examine(right, answer, row, sandbox).solved
     assert not examine(wrong, answer, row, sandbox).solved
     assert not examine("", answer, row, sandbox).solved
+
+
+TESTS_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "HumanEval without an entry point": ("", {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}),
+    "functions of pytest": ("", {"tests": "def test_add():\n    assert add(1, 2) == 3\n"}),
+    "unittest without main": ("", {"tests": UNITTEST.replace("unittest.main()", "")}),
+    "a comment": ("", {"tests": "# later\n"}),
+    "the reference program": ("def add(a, b):\n    return a + b", {"unit_tests": ["assert add(1, 2) == 3"]}),
+    "no output": ("", {"tests": {"inputs": ["1"], "outputs": [""]}}),
+}
+
+
+@pytest.mark.parametrize("name", TESTS_NOTHING)
+def test_a_row_that_tests_nothing_is_refused(name: str, sandbox: LocalSandbox) -> None:
+    with pytest.raises(ValueError, match="expects tests that an empty program fails"):
+        check_row(*TESTS_NOTHING[name], sandbox)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_that_tests_is_not_refused(name: str, sandbox: LocalSandbox) -> None:
+    row, answer, _ = ROWS[name]
+    check_row(answer, row, sandbox)
 
 
 def test_the_reward_is_built_in(monkeypatch: pytest.MonkeyPatch, sandbox: LocalSandbox) -> None:
