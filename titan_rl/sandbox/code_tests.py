@@ -79,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def _by_output(sandbox: LocalSandbox, code: str, inputs: Sequence[str], outputs: Sequence[str]) -> Verdict:
-    """Run the program on each input, up to the first that fails, and compare what it prints: here, out of its reach."""
+    """Run the program on each input, up to the first that fails. Outputs are compared here, out of its reach."""
     execution = Execution("ok")
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True)):
         execution = sandbox.run_here(code, stdin=stdin)

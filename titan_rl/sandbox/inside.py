@@ -1,4 +1,4 @@
-"""What becomes the code: a Python program or a shell script, in the last process of an execution."""
+"""Runs a Python program or a shell script, in the last process of an execution."""
 
 import atexit
 import linecache
@@ -21,7 +21,7 @@ class Pipes(NamedTuple):
     stdin: int
     stdout: int
     stderr: int
-    ending: int  # where process 1 says how the code ended
+    ending: int  # where process 1 reports how the code ended
     tests: int = -1
 
 

@@ -33,14 +33,10 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ITEMS = 100_000
-BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift")
-BINARY = (*BINARY, "and", "xor", "or")
-UNARY = ("neg", "pos", "abs", "invert", "round", "int", "float", "complex", "index")
-OPERATORS = [f"__{prefix}{name}__" for name in BINARY for prefix in ("", "r", "i")] + [f"__{name}__" for name in UNARY]
-COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-OTHERS = ("call", "getitem", "setitem", "delitem", "iter", "next", "reversed", "bool", "hash", "format", "enter")
-OTHERS = (*(f"__{name}__" for name in OTHERS), "__str__", "__repr__", "__aiter__", "__anext__", "__aenter__")
-ASYNC = ("__await__", "__aiter__", "__anext__", "__aenter__", "__aexit__")
+BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+UNARY = "neg pos abs invert round int float complex index"
+COMPARISONS = "eq ne lt le gt ge"
+OTHERS = "call getitem setitem delitem iter next reversed bool hash str repr format enter aenter aiter anext"
 
 
 class RemoteError(Exception):
@@ -169,9 +165,10 @@ async def _awaited(remote: Any) -> Any:
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
-    **{name: _forward(name) for name in OTHERS},
-    **{name: _compare(name) for name in COMPARISONS},
-    **{name: _operate(name) for name in OPERATORS},
+    **{f"__{name}__": _forward(f"__{name}__") for name in OTHERS.split()},
+    **{f"__{name}__": _compare(f"__{name}__") for name in COMPARISONS.split()},
+    **{f"__{name}__": _operate(f"__{name}__") for name in UNARY.split()},
+    **{f"__{prefix}{name}__": _operate(f"__{prefix}{name}__") for name in BINARY.split() for prefix in ("", "r", "i")},
     **{"__len__": _length, "__exit__": _exit, "__aexit__": _exit_async, "__await__": _await},
 }
 """Special methods of proxies. There is no __contains__: `in` iterates, and compares here."""
@@ -209,34 +206,23 @@ EXACT: Mapping[type, Callable[[Any], Any]] = {
 SCALARS = (int, float, str, bytes)
 
 
-def _fill_dict(each: Any, items: list[Any]) -> None:
-    each.clear()
-    dict.update(each, zip(items[::2], items[1::2], strict=True))
-
-
-def _fill_set(each: Any, items: list[Any]) -> None:
-    each.clear()
-    each.update(items)
-
-
-def _fill_list(each: Any, items: list[Any]) -> None:
-    each[:] = items
-
-
-def _fill_deque(each: Any, items: list[Any]) -> None:
-    each.clear()
-    each.extend(items)
-
-
-CONTAINERS: Mapping[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], None]]] = {
-    **{kind: (lambda each: [*chain(*each.items())], _fill_dict) for kind in (dict, defaultdict, OrderedDict, Counter)},
-    list: (list, _fill_list),
-    set: (list, _fill_set),
-    bytearray: (list, _fill_list),
-    deque: (list, _fill_deque),
-}
-"""Types that both sides have a copy of: their items, and how a copy is filled with items."""
+CONTAINERS: tuple[type, ...] = (list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter)
+"""Types that both sides have a copy of."""
 CONTAINERS_BY_NAME = {kind.__name__: kind for kind in CONTAINERS}
+
+
+def _items(container: Any) -> list[Any]:
+    return [*chain(*container.items())] if isinstance(container, dict) else list(container)
+
+
+def _fill(container: Any, items: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        dict.update(container, zip(items[::2], items[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(items)
+    else:
+        container.extend(items)
 
 
 def _exact(value: Any) -> Any:
@@ -273,7 +259,7 @@ class Peer:
         self._numbers: dict[int, int] = {}  # by id()
         self._contents: dict[int, list[Any]] = {}  # items of containers, as the other end knows them
         self._unsent: list[int] = []
-        self._descriptions: dict[int, list[Any]] = {}  # of the other end's objects, in the message that is read
+        self._descriptions: dict[int, list[Any]] = {}  # from the last message, for proxies and copies
         self._loop: Any = None
         self._lock = threading.RLock()
 
@@ -371,7 +357,7 @@ class Peer:
         """Return what the other end needs to make its copy of a container, or its proxy."""
         kind = type(value)
         if kind in CONTAINERS:
-            items = self._contents[self._numbers[id(value)]] = CONTAINERS[kind][0](value)
+            items = self._contents[self._numbers[id(value)]] = _items(value)
             return [kind.__name__, self._all_encoded(items)]
         if isinstance(value, type):
             bases = [each for each in value.__bases__ if each.__module__ != "builtins" or issubclass(each, Exception)]
@@ -433,7 +419,7 @@ class Peer:
         changed, unused = [], []
         for number, before in [*self._contents.items()]:
             is_unused = sys.getrefcount(self._objects[number]) == 2  # self._objects and the argument
-            items = CONTAINERS[type(self._objects[number])][0](self._objects[number])
+            items = _items(self._objects[number])
             if len(items) != len(before) or not all(map(operator.is_, items, before)):
                 changed.append(number)
             elif is_unused:
@@ -476,9 +462,8 @@ class Peer:
         filled = [(number, parts) for number, (tag, parts) in self._descriptions.items() if tag in CONTAINERS_BY_NAME]
         for number, parts in filled:
             each = self._decoded(["object", number])
-            items, fill = CONTAINERS[type(each)]
-            fill(each, [self._decoded(item) for item in parts])
-            self._contents[number] = items(each)
+            _fill(each, [self._decoded(item) for item in parts])
+            self._contents[number] = _items(each)
         if kind != "ask":
             return kind, self._decoded(header[0])
         operation, arguments, keywords = header

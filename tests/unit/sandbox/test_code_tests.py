@@ -1,4 +1,4 @@
-"""Verdicts on programs: those of honest ones, and of those that try to pass without solving anything."""
+"""Verdicts on honest programs, and on programs that try to pass without solving anything."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +71,7 @@ def f(x):
     for name in os.listdir("/proc/1/fd"): open(f"/proc/1/fd/{name}").read()
     return 0""",
     "stop process 1": "import os, signal\ndef f(x):\n  for s in (9, 19, 11, 15): os.kill(1, s)\n  return 0",
-    "answer what was not asked": """
+    "answer without a question": """
 import json, os, socket, struct
 def f(x):
     for text in (["value", 6], ["value", ["yours", 0]], ["ask", "call", 0, [[], {}]]):
@@ -219,7 +219,7 @@ class T(unittest.TestCase):
     def test(self): self.assertEqual(f(3), 6)
 unittest.main()"""
 # Wrong programs, each with a test that a judge which trusts the program's objects lets pass.
-CHEATS_OF_A_TEST = {
+CHEATING_OBJECTS = {
     "load_tests": ("def f(x): return 0\ndef load_tests(loader, tests, pattern): return lambda result: None", UNITTEST),
     "load_tests of a module": (
         "def f(x): return 0\ndef load_tests(loader, tests, pattern): return lambda result: None",
@@ -283,7 +283,7 @@ CHEATS_OF_A_TEST = {
         "def f(a): return a", "a = [1, [2]]\nb = f(a)\nassert b == a and b is not a and b[1] is not a[1]"),
     "a default argument is shared": (
         "def f(x, into=[]):\n  into.append(x)\n  return into", "a = f(1); b = f(2)\nassert a == [1]"),
-    "a module of its own": (
+    "a planted module": (
         "import os, sys, types\nroot = sys.path[-1]\ntry:\n  os.makedirs(root, exist_ok=True)\n"
         "  open(root + '/evil.py', 'w').write('raise SystemExit(0)')\nexcept OSError: pass\n"
         "open('evil.py', 'w').write('raise SystemExit(0)')\nf = evil = types.ModuleType('evil')",
@@ -291,14 +291,14 @@ CHEATS_OF_A_TEST = {
     "a module that is named and used": (
         "class np:\n  @staticmethod\n  def isclose(a, b): return True\n"
         "def f(x): return 0", "assert np.isclose(f(3), 6)"),
-    "a built-in of its own": ("def f(x): return 0\ndef len(x): return 6", "assert len(f(3)) == 6"),
+    "a redefined built-in": ("def f(x): return 0\ndef len(x): return 6", "assert len(f(3)) == 6"),
     "no tests at all": ("", "assert f(3) == 6"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHEATS_OF_A_TEST)
+@pytest.mark.parametrize("name", CHEATING_OBJECTS)
 def test_no_object_of_a_program_judges_it(name: str, sandbox: LocalSandbox) -> None:
-    verdict = sandbox.run_tests_here(*with_tests(CHEATS_OF_A_TEST[name]))
+    verdict = sandbox.run_tests_here(*with_tests(CHEATING_OBJECTS[name]))
     assert not verdict.solved, verdict
     assert verdict.execution.status == "ok", verdict
 
