@@ -54,7 +54,7 @@ class RemoteType(type):
     def __setattr__(cls, name: str, value: Any) -> None:
         cls.__peer__.ask("set", cls, name, value)
 
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
         return cls.__peer__.ask("__call__", cls, *arguments, **keywords)
 
     def __iter__(cls) -> Iterator[Any]:
@@ -107,7 +107,7 @@ def _is_special(name: str) -> bool:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments, **keywords: self.__peer__.ask(name, self, *arguments, **keywords)
+    return lambda self, /, *arguments, **keywords: self.__peer__.ask(name, self, *arguments, **keywords)
 
 
 def _compare(name: str) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ class Peer:
         self._loop: Any = None
         self._lock = threading.RLock()
 
-    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         with self._lock:
             self._send("ask", operation, arguments, keywords)
             while True:
@@ -303,7 +303,7 @@ class Peer:
         except (TypeError, ValueError, RecursionError) as error:
             self._send("raised", ValueError(f"{error}"))
 
-    def _performed(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def _performed(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         if operation in METHODS:
             return getattr(type(arguments[0]), operation)(*arguments, **keywords)
         if operation == "await":
@@ -387,6 +387,8 @@ class Peer:
 
     def _made(self, number: int) -> Any:
         """Make an object of the other end: an empty copy of a container, or a proxy."""
+        if number % 2 == self._next % 2:
+            raise ValueError("a number that this end gives")
         tag, parts = self._descriptions[number]
         if tag in CONTAINERS_BY_NAME:
             made = CONTAINERS_BY_NAME[tag]()

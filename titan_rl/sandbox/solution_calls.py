@@ -85,22 +85,17 @@ class _Solution(types.ModuleType):
 
 
 def _bound(peer: Peer, texts: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the names that the tests use without defining them. A module or built-in that the tests use is never the
+    """Yield the names that the tests use. A module or built-in that the tests use is never the
     solution's, which could define the `math` or the `all` that judges it, unless the tests use nothing else."""
-    used, defined, libraries = set[str](), set[str](), set[str]()
-    for node in _nodes(texts):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            libraries.add(node.value.id)
+    nodes = [*_nodes(texts)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    libraries = {node.value.id for node in attributes if isinstance(node.value, ast.Name)} & LIBRARIES.keys()
     names = peer.ask("names")
     for name in sorted(used):
-        if name in libraries and name in LIBRARIES:
-            if name not in defined:
-                with suppress(ImportError):
-                    yield name, importlib.import_module(LIBRARIES[name])
+        if name in libraries:
+            with suppress(ImportError):
+                yield name, importlib.import_module(LIBRARIES[name])
         elif name in names and (used == {name} or not hasattr(builtins, name)):
             yield name, peer.ask("global", name)
 

@@ -416,6 +416,9 @@ RIGHT = {
     "a class with the name of a library": ("class queue:\n  def size(s): return 0", "q = queue()\n"
         "assert q.size() == 0"),
     "a library that the tests do not import": ("import math\ndef f(x): return x", "assert math.isclose(f(2), 2)"),
+    "names of arguments": (
+        "def f(self, operation, arguments=0): return self + operation + arguments",
+        "assert f(operation=1, self=2, arguments=3) == 6"),
     "large numbers": ("import math\ndef f(n): return math.factorial(n)", "import math\n"
         "assert f(3000) == math.factorial(3000)"),
     "deep data": (
