@@ -65,6 +65,7 @@ def contain(prepared: Prepared, mode: str, limits: Mapping[str, float], pipes: P
     """Run one execution, as a fork of the fork server."""
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the code may send it to process 1
         control(SET_PDEATHSIG, signal.SIGKILL)
         if "namespaces" in prepared.layers:
             with layer("namespaces"):

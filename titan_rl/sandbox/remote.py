@@ -290,8 +290,8 @@ class Peer:
         before it has compared anything."""
         ends = {"__next__": StopIteration, "await": StopAsyncIteration}
         if isinstance(error, StopIteration | StopAsyncIteration) and not isinstance(error, ends.get(operation, ())):
-            return RemoteError(repr(error))
-        return error if isinstance(error, Exception) else RemoteError(f"raised {error!r}")
+            return RemoteError(f"raised {type(error).__name__}")
+        return error if isinstance(error, Exception) else RemoteError(f"raised {type(error).__name__}")
 
     def _answer(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         try:

@@ -123,5 +123,7 @@ def _serve(code: str, connection: socket.socket, packages: str) -> NoReturn:
 
 
 def _shown(what: str, error: BaseException) -> str:
-    text = f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}"
+    text = f"{what}: {type(error).__name__}"
+    with suppress(BaseException):  # the text of the solution's error, which it may refuse
+        text += f": {error}" if str(error) else ""
     return text[:MAX_FAILURE_CHARACTERS]

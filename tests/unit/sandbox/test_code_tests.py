@@ -71,6 +71,12 @@ def f(x):
     for name in os.listdir("/proc/1/fd"): open(f"/proc/1/fd/{name}").read()
     return 0""",
     "stop process 1": "import os, signal\ndef f(x):\n  for s in (9, 19, 11, 15): os.kill(1, s)\n  return 0",
+    "interrupt process 1": "import os\nif os.fork() == 0:\n  while True: os.kill(1, 2)\ndef f(x): return 0",
+    "an error without a text": """
+class Err(Exception):
+    def __str__(self): raise ValueError
+    __repr__ = __str__
+def f(x): raise Err""",
     "answer without a question": """
 import json, os, socket, struct
 def f(x):
@@ -123,11 +129,12 @@ receive(); send("value", 3)""",
     "what the tests hold": """
 names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
 while True:
-    receive()
+    receive(); stolen = 0
     for name in ("__globals__", "__code__", "gi_frame", "__class__"):
-        send("ask", "get", [["object", 1], name], {}); receive()
-        send("ask", "set", [["object", 1], name, 6], {}); receive()
-    send("value", 0)""",
+        for operation, more in (("get", []), ("set", [6]), ("del", [])):
+            send("ask", operation, [["object", 1], name, *more], {})
+            if receive()[0] == "value": stolen = 6
+    send("value", stolen)""",
     "an object of the tests": """
 names("f"); receive(); send("value", ["object", 1])""",
 }
@@ -153,7 +160,7 @@ def test_a_solution_that_speaks_for_itself_does_not_pass(name: str, sandbox: Loc
     for test in (
         *JUDGED,
         "assert all(f(i) == 2 * i for i in range(3))",
-        "import os\nf(3)\nf(lambda: 1)\nassert f(3) == 6",
+        "f(i for i in range(3))\nassert f(3) == 6",
     ):
         found = sandbox.run_tests_here(SPEAK + SPOKEN[name], [test])
         assert not found.solved, found
