@@ -86,9 +86,6 @@ class Remote(metaclass=RemoteType):
         else:
             self.__peer__.ask("set", self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        self.__peer__.ask("del", self, name)
-
     def __repr__(self) -> str:
         return self.__peer__.ask("__repr__", self)
 
@@ -239,7 +236,6 @@ def _equals_anything(value: Any) -> bool:
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
-    "del": delattr,
     "equals anything": _equals_anything,
     "items": lambda each: list(islice(each, MAX_ITEMS)),
     "plain": _exact,
@@ -295,7 +291,7 @@ class Peer:
 
     def _answer(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         try:
-            answer = "value", self._performed(operation, *arguments, **keywords)
+            answer = "value", self._perform(operation, *arguments, **keywords)
         except BaseException as error:
             answer = "raised", error.with_traceback(None)
         try:
@@ -303,12 +299,12 @@ class Peer:
         except (TypeError, ValueError, RecursionError) as error:
             self._send("raised", ValueError(f"{error}"))
 
-    def _performed(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+    def _perform(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         if operation in METHODS:
             return getattr(type(arguments[0]), operation)(*arguments, **keywords)
         if operation == "await":
             return self._run(*arguments)
-        if operation in ("get", "set", "del") and self._is_tests_end:
+        if operation in ("get", "set") and self._is_tests_end:
             _check_access(operation, *arguments[:2])
         return self._operations[operation](*arguments)
 
@@ -374,42 +370,42 @@ class Peer:
             return value
         tag, parts = value
         if tag == "object":
-            return self._objects[parts] if parts in self._objects else self._made(parts)
+            return self._objects[parts] if parts in self._objects else self._create(parts)
         decoded = [self._decoded(each) for each in parts]
         if tag == "builtin":
-            found = getattr(builtins, decoded[0])
-            return found if isinstance(found, type) or found is NotImplemented else RemoteError(decoded[0])
+            known = getattr(builtins, decoded[0])
+            return known if isinstance(known, type) or known is NotImplemented else RemoteError(decoded[0])
         if tag == "error":
             return _error(*decoded)
         if tag == "namedtuple":
             return _record(decoded[0], decoded[1])(*decoded[2:])
         return DATA_BY_NAME[tag](*decoded)
 
-    def _made(self, number: int) -> Any:
+    def _create(self, number: int) -> Any:
         """Make an object of the other end: an empty copy of a container, or a proxy."""
         if number % 2 == self._next % 2:
             raise ValueError("a number that this end gives")
         tag, parts = self._descriptions[number]
         if tag in CONTAINERS_BY_NAME:
-            made = CONTAINERS_BY_NAME[tag]()
+            copy = CONTAINERS_BY_NAME[tag]()
             self._contents[number] = []
         elif tag == "class":
             name, bases, special, is_plain = parts
-            known = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or _is_error(each))
-            known = known if any(issubclass(each, Remote) for each in known) else (Remote, *known)
+            bases = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or _is_error(each))
+            bases = bases if any(issubclass(each, Remote) for each in bases) else (Remote, *bases)
             methods = {name: METHODS[name] for name in special if name in METHODS}
-            made = RemoteType(str(name), known, {"__peer__": self, "__plain__": is_plain is True, **methods})
+            copy = RemoteType(str(name), bases, {"__peer__": self, "__plain__": is_plain is True, **methods})
         else:
             kind, *arguments = map(self._decoded, parts)
             if not isinstance(kind, RemoteType):
                 raise TypeError("an object has no class")
-            made: Any = kind.__new__(kind)  # type: ignore[call-arg]
-            if isinstance(made, BaseException):
-                object.__setattr__(made, "args", tuple(arguments))
-        self._objects[number], self._numbers[id(made)] = made, number
+            copy: Any = kind.__new__(kind)  # type: ignore[call-arg]
+            if isinstance(copy, BaseException):
+                object.__setattr__(copy, "args", tuple(arguments))
+        self._objects[number], self._numbers[id(copy)] = copy, number
         if tag == "coroutine":
-            made = _awaited(made)
-        return made
+            copy = _awaited(copy)
+        return copy
 
     def _forget(self, number: int) -> None:
         if self._contents.pop(number, None) is not None:
@@ -492,8 +488,8 @@ def _check_access(operation: str, target: Any, name: Any) -> None:
     generator's frame, would reach the tests."""
     kind = type(target)
     own = kind.__module__ == "__main__" or kind in (io.StringIO, io.BytesIO)
-    replaced = operation != "get" and callable(getattr(kind, str(name), None))
-    if not own or isinstance(target, type) or replaced or str(name).startswith("_"):
+    replaces = operation == "set" and callable(getattr(kind, str(name), None))
+    if not own or isinstance(target, type) or replaces or str(name).startswith("_"):
         raise AttributeError(f"the solution may not {operation} {name!r} of a {kind.__name__}")
 
 

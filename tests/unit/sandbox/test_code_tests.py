@@ -131,7 +131,7 @@ names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
 while True:
     receive(); stolen = 0
     for name in ("__globals__", "__code__", "gi_frame", "__class__"):
-        for operation, more in (("get", []), ("set", [6]), ("del", [])):
+        for operation, more in (("get", []), ("set", [6])):
             send("ask", operation, [["object", 1], name, *more], {})
             if receive()[0] == "value": stolen = 6
     send("value", stolen)""",
@@ -191,20 +191,15 @@ def test_an_honest_program_passes(sandbox: LocalSandbox) -> None:
         ("class Stack:\n  def __init__(self): self.items = []\n  def push(self, x): self.items.append(x)\n"
          "  def __len__(self): return len(self.items)",
          "s = Stack(); s.push(3); s.push(4)\nassert s.items == [3, 4] and len(s) == 2"),
-        ("class P:\n  def __init__(self, x): self.x = x\n  def __eq__(self, o): return self.x == o.x",
-         "assert P(1) == P(1)"),
-        ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 3, 1) == 7"),
         ("def f(n):\n  for i in range(n): yield i * i",
          "assert list(f(4)) == [0, 1, 4, 9]\ng = f(2); assert next(g) == 0"),
         ("def f(x, *, y=1): return x + y", "assert f(1, y=3) == 4"),
         ("def f(x): return x", "from solution import f as g\nassert g(1) == 1"),
-        ("import collections\ndef f(s): return collections.Counter(s)", "assert f('aab') == {'a': 2, 'b': 1}"),
         ("def f(x): return x",
          "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(1), 1)\n"
          "if __name__ == '__main__': unittest.main()"),
         ("import xml.etree.ElementTree as ET\nimport os.path as p\ndef f(): return ET.fromstring('<a>5</a>').text",
          "import xml.etree.ElementTree as ET\nassert f() == '5'\nassert ET.fromstring('<b/>').tag == 'b'"),
-        ("async def f(x): return x", "import asyncio\nassert callable(f)"),
     ],
 )  # fmt: skip
 def test_what_passes_between_tests_and_solution(code: str, test: str, sandbox: LocalSandbox) -> None:
