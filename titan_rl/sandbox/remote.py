@@ -20,16 +20,25 @@ import struct
 import sys
 import threading
 import types
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
-from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
+
+from titan_rl.sandbox.plain_data import (
+    CONTAINERS,
+    CONTAINERS_BY_NAME,
+    DATA,
+    DATA_BY_NAME,
+    EXACT,
+    SCALARS,
+    exact_value,
+    fill,
+    is_error,
+    items_of,
+    named_tuple,
+)
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ITEMS = 100_000
@@ -170,61 +179,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 }
 """Special methods of proxies. There is no __contains__: `in` iterates, and compares here."""
 
-DATA: Mapping[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    int: (lambda value: [hex(value)], lambda text: int(text, 16)),
-    tuple: (list, lambda *items: items),
-    frozenset: (list, lambda *items: frozenset(items)),
-    bytes: (lambda value: [value.hex()], bytes.fromhex),
-    complex: (lambda value: [value.real, value.imag], complex),
-    range: (lambda value: [value.start, value.stop, value.step], range),
-    slice: (lambda value: [value.start, value.stop, value.step], slice),
-    Decimal: (lambda value: [str(value)], Decimal),
-    Fraction: (lambda value: [value.numerator, value.denominator], Fraction),
-    date: (lambda value: [value.isoformat()], date.fromisoformat),
-    time: (lambda value: [value.isoformat()], time.fromisoformat),
-    datetime: (lambda value: [value.isoformat()], datetime.fromisoformat),
-    timedelta: (lambda value: [value.days, value.seconds, value.microseconds], timedelta),
-}
-"""Types that pass by value: their parts, and what makes a value of these."""
-DATA_BY_NAME = {kind.__name__: make for kind, (_, make) in DATA.items()}
-
-EXACT: Mapping[type, Callable[[Any], Any]] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-    bytes: lambda value: bytes.__getitem__(value, slice(None)),
-    tuple: lambda value: tuple.__getitem__(value, slice(None)),
-    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
-    list: list.copy,
-    set: lambda value: {*set.__iter__(value)},
-    dict: dict.copy,
-}
-"""The value of an object whose class extends plain data, without that class."""
-SCALARS = (int, float, str, bytes)
-
-
-CONTAINERS: tuple[type, ...] = (list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter)
-"""Types that both sides have a copy of."""
-CONTAINERS_BY_NAME = {kind.__name__: kind for kind in CONTAINERS}
-
-
-def _items(container: Any) -> list[Any]:
-    return [*chain(*container.items())] if isinstance(container, dict) else list(container)
-
-
-def _fill(container: Any, items: list[Any]) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        dict.update(container, zip(items[::2], items[1::2], strict=True))
-    elif isinstance(container, set):
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-def _exact(value: Any) -> Any:
-    return next(exact(value) for kind, exact in EXACT.items() if isinstance(value, kind))
-
 
 def _equals_anything(value: Any) -> bool:
     try:
@@ -238,7 +192,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "set": setattr,
     "equals anything": _equals_anything,
     "items": lambda each: list(islice(each, MAX_ITEMS)),
-    "plain": _exact,
+    "plain": exact_value,
 }
 
 
@@ -328,9 +282,9 @@ class Peer:
         if id(value) in self._numbers:
             return self._numbered(value)
         if issubclass(kind, SCALARS) and not issubclass(kind, Enum):
-            return self._encoded(_exact(value))
+            return self._encoded(exact_value(value))
         if kind.__bases__ == (tuple,) and (fields := getattr(kind, "_fields", None)):
-            return ["namedtuple", self._all_encoded([kind.__name__, fields, *_exact(value)])]
+            return ["namedtuple", self._all_encoded([kind.__name__, fields, *exact_value(value)])]
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
             return self._encoded(value.tolist())
         if isinstance(value, BaseException) and getattr(builtins, kind.__name__, None) is kind:
@@ -353,7 +307,7 @@ class Peer:
         """Return what the other end needs to make its copy of a container, or its proxy."""
         kind = type(value)
         if kind in CONTAINERS:
-            items = self._contents[self._numbers[id(value)]] = _items(value)
+            items = self._contents[self._numbers[id(value)]] = items_of(value)
             return [kind.__name__, self._all_encoded(items)]
         if isinstance(value, type):
             bases = [each for each in value.__bases__ if each.__module__ != "builtins" or issubclass(each, Exception)]
@@ -378,7 +332,7 @@ class Peer:
         if tag == "error":
             return _error(*decoded)
         if tag == "namedtuple":
-            return _record(decoded[0], decoded[1])(*decoded[2:])
+            return named_tuple(decoded[0], decoded[1])(*decoded[2:])
         return DATA_BY_NAME[tag](*decoded)
 
     def _create(self, number: int) -> Any:
@@ -391,7 +345,7 @@ class Peer:
             self._contents[number] = []
         elif tag == "class":
             name, bases, special, is_plain = parts
-            bases = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or _is_error(each))
+            bases = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or is_error(each))
             bases = bases if any(issubclass(each, Remote) for each in bases) else (Remote, *bases)
             methods = {name: METHODS[name] for name in special if name in METHODS}
             copy = RemoteType(str(name), bases, {"__peer__": self, "__plain__": is_plain is True, **methods})
@@ -417,7 +371,7 @@ class Peer:
         changed, unused = [], []
         for number, before in [*self._contents.items()]:
             is_unused = sys.getrefcount(self._objects[number]) == 2  # self._objects and the argument
-            items = _items(self._objects[number])
+            items = items_of(self._objects[number])
             if len(items) != len(before) or not all(map(operator.is_, items, before)):
                 changed.append(number)
             elif is_unused:
@@ -460,8 +414,8 @@ class Peer:
         filled = [(number, parts) for number, (tag, parts) in self._descriptions.items() if tag in CONTAINERS_BY_NAME]
         for number, parts in filled:
             each = self._decoded(["object", number])
-            _fill(each, [self._decoded(item) for item in parts])
-            self._contents[number] = _items(each)
+            fill(each, [self._decoded(item) for item in parts])
+            self._contents[number] = items_of(each)
         if kind != "ask":
             return kind, self._decoded(header[0])
         operation, arguments, keywords = header
@@ -493,19 +447,9 @@ def _check_access(operation: str, target: Any, name: Any) -> None:
         raise AttributeError(f"the solution may not {operation} {name!r} of a {kind.__name__}")
 
 
-def _is_error(kind: Any) -> bool:
-    ends = (StopIteration, StopAsyncIteration)
-    return isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends)
-
-
 def _error(name: str, *arguments: Any) -> Exception:
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(TypeError):
             return kind(*arguments)
     return RemoteError(f"{name}: {arguments}")
-
-
-@cache
-def _record(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)
