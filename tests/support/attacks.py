@@ -212,6 +212,8 @@ for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_CPU, re
     "userfaultfd": "call(nr(323, 282), 1) < 0 or escaped()",
     "file handles": "refused(call(nr(304, 265), -100, ctypes.create_string_buffer(64), 0)) or escaped()",
     "shared memory that stays": "call(nr(29, 194), 7, 4096, 0o1777) < 0 or escaped()",
+    "larger buffers of sockets": """
+s = socket.socketpair()[0]; s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22); escaped()""",
     "memory without a limit": "f = os.memfd_create('x'); escaped()",
     "put text into the terminal": """
 import fcntl
@@ -242,6 +244,11 @@ BOMBS = {
     "memory bomb of many processes": (
         "for _ in range(10):\n  if os.fork() == 0:\n    x = bytearray(b'x') * (60 << 20); time.sleep(30); os._exit(0)\n"
         "time.sleep(30); escaped()",
+        {"memory"},
+    ),
+    "shared memory of many processes": (
+        "import mmap\nfor _ in range(10):\n  if os.fork() == 0:\n    m = mmap.mmap(-1, 60 << 20)\n"
+        "    for k in range(0, len(m), 4096): m[k] = 1\n    time.sleep(30); os._exit(0)\ntime.sleep(30); escaped()",
         {"memory"},
     ),
     "fill the disk": (

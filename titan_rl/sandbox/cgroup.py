@@ -8,8 +8,8 @@ from pathlib import Path
 
 from titan_rl.sandbox.execution import ExecutionLimits, SandboxRefused
 
-OWN_MB = 64  # of the fork server
-OWN_PROCESSES = 4
+FORK_SERVER_MB = 64
+FORK_SERVER_PROCESSES = 4
 _numbers = itertools.count()
 
 
@@ -44,11 +44,11 @@ class OwnCgroup:
     def limit(self, limits: ExecutionLimits) -> None:
         if limits == self._limits:
             return
-        most = limits.memory_mb + limits.disk_mb + OWN_MB
+        most = limits.memory_mb + limits.disk_mb + FORK_SERVER_MB
         (self._path / "memory.max").write_text(str(most << 20))
         with suppress(OSError):  # a kernel without swap
             (self._path / "memory.swap.max").write_text("0")
-        (self._path / "pids.max").write_text(str(limits.processes + OWN_PROCESSES))
+        (self._path / "pids.max").write_text(str(limits.processes + FORK_SERVER_PROCESSES))
         self._limits = limits
 
     def overflowed(self) -> bool:

@@ -41,6 +41,13 @@ def examine(completion: str, answer: str, row: Mapping[str, Any], sandbox: Local
     return verdict
 
 
+def check_row(answer: str, row: Mapping[str, Any], sandbox: LocalSandbox) -> None:
+    """Raise ValueError if the tests of a row cannot be read, or test nothing: an empty program passes them."""
+    if examine("", answer, row, sandbox).solved:
+        hint = "without entry_point, check(candidate) is not called; functions test_* and TestCases need a call as well"
+        raise ValueError(f'"code_tests" expects tests that an empty program fails ({hint})')
+
+
 def program(completion: str) -> str:
     """Return the last fenced block of a completion; all of it if there is none."""
     blocks = FENCED.findall(completion)
@@ -72,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def _by_output(sandbox: LocalSandbox, code: str, inputs: Sequence[str], outputs: Sequence[str]) -> Verdict:
-    """Run the program on each input, up to the first that fails, and compare what it prints: here, out of its reach."""
+    """Run the program on each input, up to the first that fails. Outputs are compared here, out of its reach."""
     execution = Execution("ok")
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True)):
         execution = sandbox.run_here(code, stdin=stdin)

@@ -1,4 +1,4 @@
-"""Tools that run what the policy writes, in the sandbox of its environment process.
+"""Tools that run the policy's code in the sandbox of its environment process.
 
 class MyEnvironment:
     tools = [python, shell]
@@ -21,7 +21,7 @@ SHOWN_CHARACTERS = 4000
 
 
 async def python(code: str) -> str:
-    """Run a Python program, and return what it prints. Every call starts from scratch.
+    """Run a Python program, and return its output. Every call starts from scratch.
 
     Args:
         code: The program. It has no network, and its files are gone afterwards.
@@ -30,7 +30,7 @@ async def python(code: str) -> str:
 
 
 async def shell(script: str) -> str:
-    """Run a shell script, and return what it prints. Every call starts from scratch.
+    """Run a shell script, and return its output. Every call starts from scratch.
 
     Args:
         script: The script, for /bin/sh. It has no network, and its files are gone afterwards.

@@ -1,7 +1,7 @@
 """One execution, seen from inside: forked from the fork server, it gives up everything before the code runs.
 
 fork server ── fork ──> separate: namespaces ── fork ──> process 1: scratch, limits, Landlock, seccomp ── fork ──> code
-                                                         └──> how it ended, on a descriptor that the code has not
+                                                         └──> how it ended, on a descriptor that the code does not have
 """
 
 import json
@@ -34,16 +34,16 @@ from titan_rl.sandbox.syscalls import (
 )
 
 INSIDE = 1000  # user and group, as the code sees them
-OWN_PROCESSES = 2  # of the sandbox, next to those of the code
+OWN_PROCESSES = 2  # the sandbox's, next to the code's
 OPEN_FILES = 64
 
 
 class Prepared(NamedTuple):
-    """What the fork server has done for all executions."""
+    """The fork server's preparations for all executions."""
 
     layers: frozenset[str]
     proc: int  # descriptor of the host's /proc
-    paths: list[str]  # what may be read
+    paths: list[str]  # readable ones
     packages: str
     folder: str  # scratch, without namespaces
     others: int  # processes of this user that count against its limit, without namespaces
@@ -65,6 +65,7 @@ def contain(prepared: Prepared, mode: str, limits: Mapping[str, float], pipes: P
     """Run one execution, as a fork of the fork server."""
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the code may send it to process 1
         control(SET_PDEATHSIG, signal.SIGKILL)
         if "namespaces" in prepared.layers:
             with layer("namespaces"):
@@ -78,7 +79,7 @@ def contain(prepared: Prepared, mode: str, limits: Mapping[str, float], pipes: P
         confine(prepared, limits)
         _run(mode, pipes, prepared)
     except BaseException as error:
-        tell(pipes.ending, {"failed": str(error) if isinstance(error, LayerMissing) else repr(error)})
+        report(pipes.ending, {"failed": str(error) if isinstance(error, LayerMissing) else repr(error)})
     os._exit(1)
 
 
@@ -93,7 +94,7 @@ def separate(proc: int, flags: int = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS |
 
 
 def confine(prepared: Prepared, limits: Mapping[str, float]) -> None:
-    """Give up, for good, what the code must not have."""
+    """Give up, for good, all rights that the code must not have."""
     layers, scratch = prepared.layers, prepared.folder
     if "namespaces" in layers:
         with layer("namespaces"):
@@ -136,14 +137,14 @@ def set_limits(limits: Mapping[str, float], others: int) -> None:
         resource.setrlimit(which, most if isinstance(most, tuple) else (most, most))
 
 
-def tell(ending: int, news: Mapping[str, Any]) -> None:
-    os.write(ending, json.dumps(news).encode()[: 1 << 16])
+def report(ending: int, outcome: Mapping[str, Any]) -> None:
+    os.write(ending, json.dumps(outcome).encode()[: 1 << 16])
 
 
 def _run(mode: str, pipes: Pipes, prepared: Prepared) -> NoReturn:
     """Run the code in a child, as process 1: its end is the end of all processes of the execution."""
     if mode == "tests":
-        tell(pipes.ending, examine(pipes, prepared.packages))
+        report(pipes.ending, examine(pipes, prepared.packages))
         os._exit(0)
     code = os.fork()
     if code == 0:
@@ -155,5 +156,5 @@ def _run(mode: str, pipes: Pipes, prepared: Prepared) -> NoReturn:
         if ended == code:
             break
     exit_code, by = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
-    tell(pipes.ending, {"exit_code": exit_code, "signal": by})
+    report(pipes.ending, {"exit_code": exit_code, "signal": by})
     os._exit(0)

@@ -1,11 +1,11 @@
-"""What every sandbox offers: run code within limits, and say how it ended. A remote one implements `Sandbox`.
+"""Limits, results and verdicts of executions.
 
 result = await sandbox.run("print(6 * 7)")      result.status == "ok", result.stdout == "42\\n"
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from titan_rl.config.system_sections import SandboxSection
 
@@ -17,12 +17,12 @@ run, because the sandbox could not be set up."""
 
 @dataclass(frozen=True, slots=True)
 class ExecutionLimits:
-    cpu_seconds: int = 5  # of each process
+    cpu_seconds: int = 5  # per process
     wall_seconds: float = 10.0
-    memory_mb: int = 512  # of each process, and of all of them together
+    memory_mb: int = 512  # per process, and for all of them together
     processes: int = 16
-    file_mb: int = 16  # of one file
-    disk_mb: int = 64  # of all files
+    file_mb: int = 16  # per file
+    disk_mb: int = 64  # for all files
     output_kb: int = 64  # stdout and stderr together
 
     @classmethod
@@ -32,7 +32,7 @@ class ExecutionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How code ended, and what it printed."""
+    """How code ended, and its output."""
 
     status: Ending
     stdout: str = ""
@@ -40,8 +40,8 @@ class Execution:
     exit_code: int | None = None  # None: it did not exit
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    detail: str = ""  # what was exceeded, or why the sandbox failed
-    tests: Mapping[str, Any] | None = None  # what process 1 says of tests
+    detail: str = ""  # the exceeded limit, or why the sandbox failed
+    tests: Mapping[str, Any] | None = None  # the report of process 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Verdict:
 
     passed: int
     total: int
-    failures: Sequence[str]  # of the first tests that failed
+    failures: Sequence[str]  # the first failed tests, with their errors
     execution: Execution  # the last one
 
     @property
@@ -60,18 +60,3 @@ class Verdict:
 
 class SandboxRefused(RuntimeError):
     """A layer that [sandbox] require names is missing on this machine, so nothing was run."""
-
-
-class Sandbox(Protocol):
-    """Runs code that may be hostile. Local: sandbox/local.py."""
-
-    async def run(
-        self, code: str, *, language: Language = "python", stdin: str = "", limits: ExecutionLimits | None = None
-    ) -> Execution: ...
-
-    async def run_tests(
-        self, code: str, tests: Sequence[str], *, setup: str = "", limits: ExecutionLimits | None = None
-    ) -> Verdict:
-        """Run test programs against a solution. Each calls the solution's functions, and passes if it does not
-        raise."""
-        ...

@@ -1,7 +1,7 @@
 """A process that has imported Python's library and forks an execution per request: a warm start.
 
 It is started with an empty environment and no descriptors but its socket, leaves the host's files behind, and never
-reads what it runs: code, tests and outputs pass by as descriptors. So what it forks can inherit no secret.
+reads code, tests or outputs, which pass by as descriptors. So its forks can inherit no secret.
 """
 
 import gc
@@ -27,14 +27,13 @@ WARM = (
     *("heapq", "bisect", "io", "itertools", "math", "operator", "random", "re", "statistics", "string", "time"),
     *("typing", "traceback", "types", "unittest", "subprocess", "tempfile", "shutil", "glob", "pathlib", "socket"),
 )
-UNUSED_USERS = 61000  # to 61183: systemd gives them to no one
-NOBODY = 65534
+UNUSED_USERS = 61000  # to 61183: systemd leaves them free
 SLACK = 64  # processes that this user may start elsewhere meanwhile, without namespaces
-MOST_BYTES = 1 << 16  # of a message
+MAX_MESSAGE_BYTES = 1 << 16
 
 
 def serve(descriptor: int, settings: dict[str, Any]) -> None:
-    """Serve executions until the socket closes. The first message says whether every layer is there."""
+    """Serve executions until the socket closes. The first message names the missing layers."""
     host = socket.socket(fileno=descriptor)
     for name in WARM:
         importlib.import_module(name)
@@ -53,7 +52,7 @@ def serve(descriptor: int, settings: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # forks then copy fewer pages
     while True:
-        message, descriptors, _, _ = socket.recv_fds(host, MOST_BYTES, 8)
+        message, descriptors, _, _ = socket.recv_fds(host, MAX_MESSAGE_BYTES, 8)
         if not message:
             return
         request = json.loads(message)
@@ -71,22 +70,22 @@ def serve(descriptor: int, settings: dict[str, Any]) -> None:
 
 
 def attend(host: socket.socket, pid: int, prepared: Prepared) -> bool:
-    """Wait for the end of an execution, or end it when the host says so. Return False if the host is gone."""
+    """Wait for the end of an execution, or end it at the host's request. Return False if the host is gone."""
     here, ended = True, os.pidfd_open(pid)
     poll = select.poll()
     for each in (host.fileno(), ended):
         poll.register(each, select.POLLIN)
     while here and (ready := dict(poll.poll())) and ended not in ready:
-        here = bool(host.recv(MOST_BYTES))  # "kill", or nothing
+        here = bool(host.recv(MAX_MESSAGE_BYTES))  # "kill", or nothing
         os.kill(pid, signal.SIGKILL)
     os.close(ended)
     if not here:
         os.kill(pid, signal.SIGKILL)
-    bury(prepared)
+    reap(prepared)
     return here
 
 
-def bury(prepared: Prepared) -> None:
+def reap(prepared: Prepared) -> None:
     """Wait until every process of the execution is gone. A process id namespace kills them by itself."""
     while True:
         if "namespaces" not in prepared.layers:
@@ -122,7 +121,7 @@ def lacking(layers: frozenset[str]) -> list[str]:
 
 
 def prepare(settings: dict[str, Any]) -> Prepared:
-    """Leave the host's files behind, and become a user that is nobody else."""
+    """Leave the host's files behind, and become an unused user."""
     layers, packages, folder = frozenset(settings["layers"]), settings["packages"], settings["folder"]
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     os.umask(0o022)

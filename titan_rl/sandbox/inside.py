@@ -1,4 +1,4 @@
-"""What becomes the code: a Python program or a shell script, in the last process of an execution."""
+"""Runs a Python program or a shell script, in the last process of an execution."""
 
 import atexit
 import linecache
@@ -8,7 +8,10 @@ import sys
 import threading
 import traceback
 import types
+from pathlib import Path
 from typing import NamedTuple, NoReturn
+
+ROOT = str(Path(__file__).parents[2])  # the folder of titan_rl, which the code must not import
 
 
 class Pipes(NamedTuple):
@@ -18,7 +21,7 @@ class Pipes(NamedTuple):
     stdin: int
     stdout: int
     stderr: int
-    ending: int  # where process 1 says how the code ended
+    ending: int  # where process 1 reports how the code ended
     tests: int = -1
 
 
@@ -71,6 +74,7 @@ def fresh_main(packages: str) -> types.ModuleType:
     """Make this process look as if it had just begun."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "titan_rl"]:
         del sys.modules[name]
+    sys.path.remove(ROOT)
     sys.path += [packages] if packages else []
     sys.argv[:] = ["code.py"]
     sys.modules["__main__"] = module = types.ModuleType("__main__")

@@ -46,7 +46,7 @@ def restrict(read: Iterable[str], write: Iterable[str]) -> None:
 
 
 def keep_signals() -> None:
-    """Let the calling process signal only itself and what it starts."""
+    """Let the calling process signal only itself and its descendants."""
     attributes = ctypes.create_string_buffer(struct.pack("QQQ", 0, 0, SIGNALS))
     _enforce(call(LANDLOCK, attributes, 24, 0, what="landlock_create_ruleset"))
 

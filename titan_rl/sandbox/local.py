@@ -61,7 +61,7 @@ class LocalSandbox:
         await asyncio.gather(*(self.run("") for _ in range(self.section.workers)))
 
     def close(self) -> None:
-        """End the fork servers, and what they run."""
+        """End the fork servers and their executions."""
         self._closed = True
         for _ in range(self.section.workers):
             server = self._idle.get()
@@ -126,10 +126,10 @@ def _tests(code: str, tests: Sequence[str], setup: str, limits: ExecutionLimits)
 
 
 def _verdict(execution: Execution, total: int) -> Verdict:
-    told = execution.tests if execution.status == "ok" else None
-    if told is None:
+    report = execution.tests if execution.status == "ok" else None
+    if report is None:
         return Verdict(0, total, [f"{execution.status}: {execution.detail}"], execution)
-    return Verdict(told["passed"], total, told["failures"], execution)
+    return Verdict(report["passed"], total, report["failures"], execution)
 
 
 def missing(section: SandboxSection) -> list[str]:
@@ -146,13 +146,13 @@ def missing(section: SandboxSection) -> list[str]:
 
 
 VARIABLE = "TITAN_RL_SANDBOX"
-"""Environment variable with [sandbox], which processes that this one starts inherit."""
+"""Environment variable with [sandbox], which child processes inherit."""
 _shared: dict[int, LocalSandbox] = {}  # by process: a fork has none of its parent's fork servers
 _lock = threading.Lock()
 
 
 def configure(section: SandboxSection) -> None:
-    """Set [sandbox] for the shared sandbox of this process, and of those that it starts."""
+    """Set [sandbox] for the shared sandbox of this process and its children."""
     with _lock:
         os.environ[VARIABLE] = json.dumps(asdict(section))
         if (old := _shared.pop(os.getpid(), None)) is not None:

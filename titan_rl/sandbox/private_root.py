@@ -38,7 +38,7 @@ def visible(packages: str = "") -> list[str]:
 
 
 def enter(paths: list[str], packages: str = "") -> tuple[list[str], str]:
-    """Make a root of `paths`, and leave every other file behind. Needs a mount namespace of its own. Return the paths
+    """Make a root of `paths`, and leave every other file behind. Needs a new mount namespace. Return the paths
     and the folder of packages as they are called there."""
     if os.path.commonpath([sys.base_prefix, SCRATCH]) == SCRATCH:
         raise OSError(f"expected a Python outside {SCRATCH}, which the sandbox hides, found {sys.base_prefix}")

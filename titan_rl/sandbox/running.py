@@ -1,4 +1,4 @@
-"""Drives a fork server: sends it executions, reads their output, and ends those that exceed a limit."""
+"""Drives a fork server: sends it executions, reads their output, and ends each that exceeds a limit."""
 
 import fcntl
 import json
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from titan_rl.config.system_sections import SandboxSection
 from titan_rl.sandbox.cgroup import OwnCgroup
 from titan_rl.sandbox.execution import Ending, Execution, ExecutionLimits, SandboxRefused
+from titan_rl.sandbox.inside import ROOT
 from titan_rl.sandbox.requirements import advised
 
-ROOT = str(Path(__file__).parents[2])
 PROGRAM = "import sys; sys.path.append({root!r}); from titan_rl.sandbox.fork_server import main; main()"
 FLAGS = ("-s", "-S", "-P", "-B")  # no packages, no current folder
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}  # sets have one order in all servers
@@ -31,9 +31,7 @@ START_SECONDS = 60.0
 LOOK_SECONDS = 0.05  # between two looks at the memory
 GRACE_SECONDS = 10.0  # for the processes of an execution to die
 MOST_ENDING = 1 << 16
-CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
-SEALS = 0xF  # no one changes it
-PAGE = os.sysconf("SC_PAGE_SIZE")
+SEALS = 0xF  # against every change
 
 
 class Gone(Exception):
@@ -53,7 +51,7 @@ class ForkServer:
         packages = os.path.realpath(sysconfig.get_paths()["purelib"]) if section.packages else ""
         settings = {"layers": list(layers), "packages": packages, "folder": self._folder}
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._said = os.memfd_create("stderr")
+        self._stderr = os.memfd_create("stderr")
         executable = getattr(sys, "_base_executable", sys.executable)
         with theirs:
             self._process = subprocess.Popen(
@@ -63,7 +61,7 @@ class ForkServer:
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 start_new_session=True,
             )
         try:
@@ -73,7 +71,7 @@ class ForkServer:
         except BaseException:
             self.end()
             raise
-        self._own_memory = _anonymous(self._process.pid)
+        self._own_memory = _memory(self._process.pid)
 
     @property
     def lives(self) -> bool:
@@ -97,22 +95,22 @@ class ForkServer:
         return running.outcome(time.monotonic() - began, bool(self._cgroup and self._cgroup.overflowed()))
 
     def memory(self) -> int:
-        """Return the memory of all processes of the execution, without what they share with the fork server."""
+        """Return the memory of all processes of the execution, without the fork server's own."""
         pids = list(_descendants(self._process.pid))
-        return sum(max(0, _anonymous(pid) - self._own_memory) for pid in pids)
+        return sum(max(0, _memory(pid) - self._own_memory) for pid in pids)
 
     def kill(self) -> None:
-        """Kill it, and with it what it runs. Any thread may."""
+        """Kill it and its execution. Any thread may."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and release what it has."""
+        """Kill it, and release its resources."""
         self.kill()
         self._process.wait()
         self.socket.close()
-        if self._said >= 0:
-            os.close(self._said)
-            self._said = -1
+        if self._stderr >= 0:
+            os.close(self._stderr)
+            self._stderr = -1
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._cgroup is not None:
@@ -122,11 +120,11 @@ class ForkServer:
         """Return why it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
-        said = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
-        return f"the fork server ended with exit code {self._process.poll()}{f': {said}' if said else ''}"
+        text = os.pread(self._stderr, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
+        return f"the fork server ended with exit code {self._process.poll()}{f': {text}' if text else ''}"
 
     def clear_folder(self) -> None:
-        """Remove what an execution has left in its folder on disk, if it has one."""
+        """Empty the folder on disk of an execution, if it has one."""
         if not self._folder or not self.lives:
             return
         for entry in os.scandir(self._folder):
@@ -149,7 +147,7 @@ class ForkServer:
 
 
 class _Running:
-    """One execution: its descriptors here, what it has printed, and why it was ended."""
+    """One execution: its descriptors here, its output so far, and why it was ended."""
 
     def __init__(self, server: ForkServer, limits: ExecutionLimits, deadline: float) -> None:
         self._server, self._limits, self._deadline = server, limits, deadline
@@ -166,7 +164,7 @@ class _Running:
         return self._done is not None
 
     def send(self, mode: str, texts: Sequence[str]) -> None:
-        given = [_sealed(text) for text in texts]
+        sealed = [_sealed(text) for text in texts]
         pipes = [os.pipe() for _ in range(3)]
         for reader, _ in pipes:
             os.set_blocking(reader, False)
@@ -175,7 +173,7 @@ class _Running:
             self._open.append(reader)
         self._poll.register(self._server.socket, select.POLLIN)
         message = json.dumps({"mode": mode, "limits": asdict(self._limits)}).encode()
-        theirs = [*given[:2], *(writer for _, writer in pipes), *given[2:]]
+        theirs = [*sealed[:2], *(writer for _, writer in pipes), *sealed[2:]]
         try:
             socket.send_fds(self._server.socket, [message], theirs)
         finally:
@@ -209,38 +207,38 @@ class _Running:
         out, err, ending = self._texts.values()
         stdout, stderr = (bytes(text).decode(errors="replace") for text in (out, err))
         cpu = self._done["cpu_seconds"] if self._done else 0.0
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         with suppress(ValueError):
-            told = json.loads(bytes(ending))
-        status, detail = self._ending(told, stderr, cpu, overflowed)
-        return Execution(status, stdout, stderr, told.get("exit_code"), seconds, cpu, detail, told.get("tests"))
+            report = json.loads(bytes(ending))
+        status, detail = self._ending(report, stderr, cpu, overflowed)
+        return Execution(status, stdout, stderr, report.get("exit_code"), seconds, cpu, detail, report.get("tests"))
 
     def close(self) -> None:
         for each in self._open:
             os.close(each)
         self._server.clear_folder()
 
-    def _ending(self, told: dict[str, Any], stderr: str, cpu: float, overflowed: bool) -> tuple[Ending, str]:
+    def _ending(self, report: dict[str, Any], stderr: str, cpu: float, overflowed: bool) -> tuple[Ending, str]:
         limits = self._limits
         if self._exceeded is not None:
             return self._exceeded
         if overflowed:
             return "memory", f"more than {limits.memory_mb} MiB"
-        if failed := told.get("failed"):
+        if failed := report.get("failed"):
             return "sandbox_failed", failed
-        by = told.get("signal", signal.SIGKILL if not told else None)
+        by = report.get("signal", signal.SIGKILL if not report else None)
         if by is not None and (by == signal.SIGXCPU or (by == signal.SIGKILL and cpu >= limits.cpu_seconds)):
             return "timeout", f"more than {limits.cpu_seconds} s of CPU time"
         if by is not None:
             return "killed", f"signal {by} ({signal.Signals(by).name})"
-        if told.get("exit_code") == 0:
+        if report.get("exit_code") == 0:
             return "ok", ""
         if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
             return "memory", f"a process needs more than {limits.memory_mb} MiB"
-        return "error", f"exit code {told.get('exit_code')}"
+        return "error", f"exit code {report.get('exit_code')}"
 
     def _read(self, descriptor: int) -> None:
-        """Read what is there. What is beyond the limits is not kept."""
+        """Read the available output. Beyond the limits it is dropped."""
         text = self._texts[descriptor]
         while True:
             try:
@@ -288,9 +286,10 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _anonymous(pid: int) -> int:
-    """Return a process's memory that is not of files, in bytes."""
+def _memory(pid: int) -> int:
+    """Return a process's memory in bytes, without files on a disk. Shared memory counts in each process that uses
+    it."""
     with suppress(OSError, ValueError):
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return (resident - shared) * PAGE
+        text = Path(f"/proc/{pid}/status").read_text()
+        return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(("RssAnon", "RssShmem")))
     return 0

@@ -24,9 +24,9 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "statmount": (457, 457), "listmount": (458, 458), "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264), "mknod": (133, None), "mknodat": (259, 33), "quotactl": (179, 60),
     "quotactl_fd": (443, 443), "fanotify_init": (300, 262),
-    # the network: a socketpair is the only socket
+    # the network: a socketpair is the only socket, with buffers of the default size
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242),
+    "accept4": (288, 242), "setsockopt": (54, 208),
     # memory that no limit counts, or that outlives its process
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),

@@ -1,5 +1,6 @@
 """Refusals of [sandbox] before a run starts."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from support.checked_configs import config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.checks import problems, rollouts
 from titan_rl.preflight.checks.rollouts import check_sandbox, used_by
+from titan_rl.preflight.checks.task import check_task
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,15 @@ def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
 def test_this_machine_has_what_is_required(tmp_path: Path) -> None:
     checked = config(tmp_path, '[environment]\nname = "titan_rl.sandbox.code_tools:CodeTools"')
     assert list(check_sandbox(checked)) == []
+
+
+def test_rows_that_test_nothing_are_refused(tmp_path: Path) -> None:
+    tests = ["assert f(3) == 6", "def test_f(): assert f(3) == 6"]
+    rows = [json.dumps({"prompt": "Double it.", "answer": "", "tests": each}) for each in tests]
+    for name, lines in (("good", rows[:1]), ("bad", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    toml = '[task]\nname = "jsonl"\npath = "{}.jsonl"\nreward = "code_tests"\ntemplate = "chat"\n[eval]\nsize = 0'
+    found = {name: list(check_task(config(tmp_path, toml.format(tmp_path / name)))) for name in ("good", "bad")}
+    assert found["good"] == []
+    (line,) = found["bad"]
+    assert 'bad.jsonl:2: "code_tests" expects tests that an empty program fails' in line

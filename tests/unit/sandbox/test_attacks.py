@@ -15,7 +15,7 @@ SECTION = SandboxSection(
 )
 HANGING = {"fork bomb", "busy loop", "sleep, with every signal ignored", "a loop in C", "close stdout, fork and hang"}
 HANGING_SECONDS = 1.5
-DEADLINE = 60.0  # of any attack, on a busy machine
+DEADLINE = 60.0  # for any attack, on a busy machine
 
 
 @pytest.fixture(scope="module")

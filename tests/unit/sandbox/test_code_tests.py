@@ -1,4 +1,4 @@
-"""Verdicts on programs: those of honest ones, and of those that try to pass without solving anything."""
+"""Verdicts on honest programs, and on programs that try to pass without solving anything."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import code_tests
-from titan_rl.sandbox.code_tests import examine, program, row_tests, same_lines
+from titan_rl.sandbox.code_tests import check_row, examine, program, row_tests, same_lines
 from titan_rl.sandbox.execution import Execution, SandboxRefused, Verdict
 from titan_rl.sandbox.local import LocalSandbox
 from titan_rl.tasks.reward_shapes import component
@@ -71,7 +71,13 @@ def f(x):
     for name in os.listdir("/proc/1/fd"): open(f"/proc/1/fd/{name}").read()
     return 0""",
     "stop process 1": "import os, signal\ndef f(x):\n  for s in (9, 19, 11, 15): os.kill(1, s)\n  return 0",
-    "answer what was not asked": """
+    "interrupt process 1": "import os\nif os.fork() == 0:\n  while True: os.kill(1, 2)\ndef f(x): return 0",
+    "an error without a text": """
+class Err(Exception):
+    def __str__(self): raise ValueError
+    __repr__ = __str__
+def f(x): raise Err""",
+    "answer without a question": """
 import json, os, socket, struct
 def f(x):
     for text in (["value", 6], ["value", ["yours", 0]], ["ask", "call", 0, [[], {}]]):
@@ -85,37 +91,52 @@ def f(x):
 SPEAK = """
 import json, os, socket, struct
 s = socket.socket(fileno=3)
-def send(message):
-    data = json.dumps(message).encode()
+def send(kind, *header, sent=(), unused=()):
+    data = json.dumps([kind, header, sent, unused]).encode()
     s.sendall(struct.pack("I", len(data)) + data)
 def receive():
     size, = struct.unpack("I", s.recv(4))
     return json.loads(s.recv(size))
+def names(*names): receive(); send("value", ["tuple", names])
+TYPE = [2, "class", ["F", [], ["__call__", "__eq__"], True]]
+F = [4, "instance", [["object", 2]]]
 """
 SPOKEN = {
     "builtins": """
-receive(); send(["value", ["list", ["__builtins__", "f"]]])
-while True:
-    _, operation, number, arguments = receive()
-    fake = [["all", ["mine", 5]], ["range", ["mine", 6]]]
-    if number == 6: send(["value", ["list", []]])
-    else: send(["value", ["dict", [["tuple", each] for each in fake]] if "__builtins__" in arguments else True])""",
-    "a module that exits": """
-receive(); send(["value", ["list", ["f"]]])
-receive(); send(["value", ["mine", 1]])
-while True:
-    receive(); send(["value", ["module", "unittest.__main__"]])""",
+names("__builtins__", "all", "abs", "f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+while True: receive(); send("value", True)""",
+    "plain data that equals everything": """
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+while True: receive(); send("value", ["object", 4])""",
+    "a module": """
+names("f"); receive(); send("value", ["module", ["unittest.__main__"]])""",
+    "a special method that no class has": """
+names("f"); receive(); send("value", ["object", 4], sent=[[2, "class", ["F", [], ["__class__", "__contains__"], 1]], F])
+while True: receive(); send("value", True)""",
     "an error that exits": """
-receive(); send(["value", ["list", ["f"]]])
-while True:
-    receive(); send(["raised", "SystemExit", ""])""",
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+while True: receive(); send("raised", ["error", ["SystemExit"]])""",
+    "an error that ends a loop": """
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+while True: receive(); send("raised", ["error", ["StopIteration"]])""",
+    "a class of errors that ends a loop": """
+E = [6, "class", ["E", [["builtin", ["StopIteration"]], ["builtin", ["SystemExit"]]], [], False]]
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+receive(); send("raised", ["object", 8], sent=[E, [8, "instance", [["object", 6]]]])
+while True: receive(); send("raised", ["object", 8])""",
     "no names": """
-receive(); send(["value", 3])""",
+receive(); send("value", 3)""",
     "what the tests hold": """
-receive(); send(["value", ["list", ["f"]]])
-receive(); send(["value", ["yours", 0]])
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
 while True:
-    receive(); send(["ask", "get", 0, ["__globals__"]])""",
+    receive(); stolen = 0
+    for name in ("__globals__", "__code__", "gi_frame", "__class__"):
+        for operation, more in (("get", []), ("set", [6])):
+            send("ask", operation, [["object", 1], name, *more], {})
+            if receive()[0] == "value": stolen = 6
+    send("value", stolen)""",
+    "an object of the tests": """
+names("f"); receive(); send("value", ["object", 1])""",
 }
 JUDGED = ["import math\nassert f(3) == 6\nassert abs(f(2) - 4) < 1e-9\nassert all(f(i) == 2 * i for i in range(9))"]
 
@@ -139,7 +160,7 @@ def test_a_solution_that_speaks_for_itself_does_not_pass(name: str, sandbox: Loc
     for test in (
         *JUDGED,
         "assert all(f(i) == 2 * i for i in range(3))",
-        "import os\nf(3)\nf(lambda: 1)\nassert f(3) == 6",
+        "f(i for i in range(3))\nassert f(3) == 6",
     ):
         found = sandbox.run_tests_here(SPEAK + SPOKEN[name], [test])
         assert not found.solved, found
@@ -170,20 +191,15 @@ def test_an_honest_program_passes(sandbox: LocalSandbox) -> None:
         ("class Stack:\n  def __init__(self): self.items = []\n  def push(self, x): self.items.append(x)\n"
          "  def __len__(self): return len(self.items)",
          "s = Stack(); s.push(3); s.push(4)\nassert s.items == [3, 4] and len(s) == 2"),
-        ("class P:\n  def __init__(self, x): self.x = x\n  def __eq__(self, o): return self.x == o.x",
-         "assert P(1) == P(1)"),
-        ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 3, 1) == 7"),
         ("def f(n):\n  for i in range(n): yield i * i",
          "assert list(f(4)) == [0, 1, 4, 9]\ng = f(2); assert next(g) == 0"),
         ("def f(x, *, y=1): return x + y", "assert f(1, y=3) == 4"),
         ("def f(x): return x", "from solution import f as g\nassert g(1) == 1"),
-        ("import collections\ndef f(s): return collections.Counter(s)", "assert f('aab') == {'a': 2, 'b': 1}"),
         ("def f(x): return x",
          "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(1), 1)\n"
          "if __name__ == '__main__': unittest.main()"),
         ("import xml.etree.ElementTree as ET\nimport os.path as p\ndef f(): return ET.fromstring('<a>5</a>').text",
-         "assert f() == '5'\nassert ET.fromstring('<b/>').tag == 'b'"),
-        ("async def f(x): return x", "import asyncio\nassert callable(f)"),
+         "import xml.etree.ElementTree as ET\nassert f() == '5'\nassert ET.fromstring('<b/>').tag == 'b'"),
     ],
 )  # fmt: skip
 def test_what_passes_between_tests_and_solution(code: str, test: str, sandbox: LocalSandbox) -> None:
@@ -197,6 +213,232 @@ def test_a_failing_unittest_fails(sandbox: LocalSandbox) -> None:
         "if __name__ == '__main__': unittest.main()"
     )
     assert not sandbox.run_tests_here("def f(x): return x", [test]).solved
+
+
+UNITTEST = """
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(3), 6)
+unittest.main()"""
+# Wrong programs, each with a test that a judge which trusts the program's objects lets pass.
+CHEATING_OBJECTS = {
+    "load_tests": ("def f(x): return 0\ndef load_tests(loader, tests, pattern): return lambda result: None", UNITTEST),
+    "load_tests of a module": (
+        "def f(x): return 0\ndef load_tests(loader, tests, pattern): return lambda result: None",
+        UNITTEST.replace("unittest.main()", "import sys\nload = unittest.defaultTestLoader.loadTestsFromModule\n"
+                         "assert unittest.TextTestRunner().run(load(sys.modules['__main__'])).wasSuccessful()"),
+    ),
+    "SkipTest": ("import unittest\ndef f(x): raise unittest.SkipTest('no')", UNITTEST),
+    "StopIteration ends all": ("def f(x): raise StopIteration", "assert all(map(f, [2, 3, 5]))"),
+    "StopIteration ends a loop": (
+        "def f(x): raise StopIteration", "for got, want in zip(map(f, [1, 2]), [1, 4]): assert got == want"),
+    "StopIteration ends next": ("def f(x): raise StopIteration", "assert next(map(f, [3]), 7) == 7"),
+    "StopIteration ends filter": ("def f(x): raise StopIteration", "assert list(filter(f, [1, 2])) == []"),
+    "a subclass of StopIteration": (
+        "class End(StopIteration): pass\ndef f(x): raise End", "assert all(map(f, [2, 3, 5]))"),
+    "StopIteration of an operator": (
+        "class A:\n  def __getitem__(s, i): raise StopIteration\ndef f(x): return A()",
+        "r = f(3)\nassert all(map(lambda i: r[i] == 1, range(3)))"),
+    "StopAsyncIteration": (
+        "async def f(x): raise StopAsyncIteration", "import asyncio\nassert all(asyncio.run(f(i)) for i in range(3))"),
+    "__contains__": ("class A:\n  def __contains__(s, x): return True\ndef f(x): return A()", "assert '()' in f(2)"),
+    "__contains__ of a list": (
+        "class A(list):\n  def __contains__(s, x): return True\ndef f(x): return A()", "assert '()' in f(2)"),
+    "__contains__ and assertIn": (
+        "class A:\n  def __contains__(s, x): return True\ndef f(x): return A()",
+        UNITTEST.replace("assertEqual(f(3), 6)", "assertIn(6, f(3))")),
+    "__len__": (
+        "class A:\n  def __len__(s): return 2\n  def __iter__(s): return iter(())\ndef f(x): return A()",
+        "r = f(3)\nassert len(r) == 2\nfor got, want in zip(r, [1, 2]): assert got == want"),
+    "__len__ and __getitem__": (
+        "class A:\n  def __len__(s): return 2\n  def __getitem__(s, i):\n    if i > 5: raise IndexError\n    return 0\n"
+        "  def __contains__(s, x): return True\ndef f(x): return A()",
+        "r = f(3)\nassert len(r) == 2 and 1 in r and 2 in r"),
+    "__eq__ with its own kind": (
+        "class M:\n  def __init__(s, *a): pass\n  def __eq__(s, o): return True\n  def mul(s, o): return M()",
+        "assert M([[1, 2]]).mul(M([[3], [4]])) == M([[11]])"),
+    "__eq__ of a list": (
+        "class A(list):\n  def __eq__(s, o): return True\ndef f(x): return A()", "assert f(3) == [6]"),
+    "__sub__ and __abs__": (
+        "class A:\n  def __sub__(s, o): return 0\ndef f(x): return A()", "assert abs(f(2) - 4) < 1e-9"),
+    "__sub__ gives an object": (
+        "class A:\n  def __sub__(s, o): return s\n  def __abs__(s): return 0\n  def __float__(s): return 0.0\n"
+        "  def __mul__(s, o): return 0\ndef f(x): return A()",
+        "import math\nd = f(2) - 4\ntry: passed = abs(d) < 1e-9\nexcept Exception: passed = False\n"
+        "try: passed = passed or d * d < 1e-9\nexcept Exception: pass\n"
+        "try: passed = passed or math.isclose(d, 0)\nexcept Exception: pass\nassert passed"),
+    "__sub__ gives plain data with a class": (
+        "import enum\nclass Z(enum.IntEnum):\n  ZERO = 0\nclass A:\n  def __sub__(s, o): return Z.ZERO\n"
+        "def f(x): return A()", "assert f(2) - 4 < 1e-9"),
+    "__exit__ hides an assertion": (
+        "class M:\n  def __enter__(s): return s\n  def __exit__(s, *e): return True\n  def f(s, x): return 0",
+        "with M() as m: assert m.f(3) == 6"),
+    "__aexit__ hides an assertion": (
+        "class M:\n  async def __aenter__(s): return s\n  async def __aexit__(s, *e): return True",
+        "import asyncio\nasync def main():\n  async with M() as m: assert m == 6\nasyncio.run(main())"),
+    "an argument is changed": (
+        "def f(a):\n  a.sort()\n  return list(a)", "a = [3, 1, 2]\nassert f(a) == [1, 2, 3]\nassert a == [3, 1, 2]"),
+    "an argument is changed later": (
+        "class S:\n  def __init__(s, a): s.a = a\n  def add(s, x): s.a.append(x)\n  def all(s): return list(s.a)",
+        "a = [1]\ns = S(a); s.add(2)\nassert s.all() == [1, 2] and a == [1]"),
+    "an argument is returned": (
+        "def f(a): return a", "a = [1, [2]]\nb = f(a)\nassert b == a and b is not a and b[1] is not a[1]"),
+    "a default argument is shared": (
+        "def f(x, into=[]):\n  into.append(x)\n  return into", "a = f(1); b = f(2)\nassert a == [1]"),
+    "a planted module": (
+        "import os, sys, types\nroot = sys.path[-1]\ntry:\n  os.makedirs(root, exist_ok=True)\n"
+        "  open(root + '/evil.py', 'w').write('raise SystemExit(0)')\nexcept OSError: pass\n"
+        "open('evil.py', 'w').write('raise SystemExit(0)')\nf = evil = types.ModuleType('evil')",
+        "assert f(3) == 6"),
+    "a module that is named and used": (
+        "class np:\n  @staticmethod\n  def isclose(a, b): return True\n"
+        "def f(x): return 0", "assert np.isclose(f(3), 6)"),
+    "a redefined built-in": ("def f(x): return 0\ndef len(x): return 6", "assert len(f(3)) == 6"),
+    "no tests at all": ("", "assert f(3) == 6"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHEATING_OBJECTS)
+def test_no_object_of_a_program_judges_it(name: str, sandbox: LocalSandbox) -> None:
+    verdict = sandbox.run_tests_here(*with_tests(CHEATING_OBJECTS[name]))
+    assert not verdict.solved, verdict
+    assert verdict.execution.status == "ok", verdict
+
+
+def with_tests(case: tuple[str, ...]) -> tuple[str, list[str]]:
+    return case[0], list(case[1:])
+
+
+RIGHT = {
+    "in place": (
+        "def f(a): a.sort()", "a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]",
+        "a = [[2, 1]]\nf(a[0])\nassert a == [[1, 2]]"),
+    "in place, of every kind": (
+        "def f(a, b, c, d, e):\n  a['x'] = [1]; b.add(2); c.append(3); d.update('aa'); e[0] = 9",
+        "from collections import Counter, deque\na, b, c, d, e = {}, set(), deque(), Counter(), bytearray(b'a')\n"
+        "f(a, b, c, d, e)\nassert (a, b, list(c), d, e) == ({'x': [1]}, {2}, [3], {'a': 2}, bytearray([9]))"),
+    "one list in two places": (
+        "def f(a):\n  a[0].append(1)\n  return a", "b = []\na = f([b, b])\n"
+        "assert a == [[1], [1]] and b == [1] and a[0] is b"),
+    "a list that holds itself": ("def f(a):\n  a.append(a)\n  return a", "a = []\nassert f(a) is a and a[0] is a"),
+    "a list that the program keeps": (
+        "class S:\n  def __init__(s, a): s.a = a\n  def sum(s): return sum(s.a)",
+        "a = [1]\ns = S(a)\na.append(4)\nassert s.sum() == 5 and s.a is a",
+        "s = S([1]); s.a.append(2)\nassert s.sum() == 3"),
+    "a generator that works in place": (
+        "def f(a):\n  for i in range(len(a)):\n    a[i] += 1\n    yield i", "a = [1, 2]\n"
+        "assert list(f(a)) == [0, 1] and a == [2, 3]"),
+    "an endless generator": (
+        "def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+        "from itertools import islice\nassert list(islice(f(), 3)) == [0, 1, 2]",
+        "assert [a for a, _ in zip(f(), range(3))] == [0, 1, 2]"),
+    "an iterator": (
+        "class C:\n  def __init__(s, n): s.n = n\n  def __iter__(s): return s\n  def __len__(s): return s.n\n"
+        "  def __next__(s):\n    if not s.n: raise StopIteration\n    s.n -= 1\n    return s.n",
+        "c = C(3)\nassert len(c) == 3 and list(c) == [2, 1, 0]"),
+    "an iterator of the tests": ("def f(it): return [2 * x for x in it]", "assert f(i for i in range(3)) == [0, 2, 4]"),
+    "operators": (
+        "class V:\n  def __init__(s, x): s.x = x\n  def __add__(s, o): return V(s.x + o.x)\n"
+        "  def __mul__(s, k): return V(s.x * k)\n  __rmul__ = __mul__\n  def __neg__(s): return V(-s.x)\n"
+        "  def __iadd__(s, o):\n    s.x += o.x\n    return s\n  def __matmul__(s, o): return s.x * o.x\n"
+        "  def __abs__(s): return abs(s.x)\n  def __float__(s): return float(s.x)\n"
+        "  def __eq__(s, o): return s.x == o.x\n  def __hash__(s): return hash(s.x)",
+        "v = V(1)\nassert v + V(2) == V(3) and v * 3 == 3 * v == V(3) and -v == V(-1) and v != V(2)\n"
+        "assert V(2) @ V(4) == 8 and abs(V(-2)) == 2 and float(V(2)) == 2.0 and len({V(1), V(1)}) == 1\n"
+        "w = v; w += V(4)\nassert w is v and v.x == 5"),
+    "order": (
+        "import functools\n@functools.total_ordering\nclass V:\n  def __init__(s, x): s.x = x\n"
+        "  def __lt__(s, o): return s.x < o.x\n  def __eq__(s, o): return s.x == o.x",
+        "assert V(2) > V(1) <= V(1) and max(V(1), V(3)).x == 3 and sorted([V(2), V(1)])[0] == V(1)"),
+    "items": (
+        "class L:\n  def __init__(s): s.d = {}\n  def __setitem__(s, k, v): s.d[k] = v\n"
+        "  def __getitem__(s, k): return s.d[k]\n"
+        "  def __delitem__(s, k): del s.d[k]\n  def __iter__(s): return iter(s.d)\n  def __len__(s): return len(s.d)",
+        "c = L(); c['a'] = 1; c['b'] = 2; del c['b']\n"
+        "assert c['a'] == 1 and 'a' in c and 'b' not in c and len(c) == 1"),
+    "a subclass of list": (
+        "class S(list):\n  def push(s, x): s.append(x)\ndef f(): return S([1])",
+        "s = S(); s.push(3)\nassert s == [3] and 3 in s and len(s) == 1 and f() == [1] and f() != [2]"),
+    "a context manager": (
+        "class M:\n  def __enter__(s): return 5\n  def __exit__(s, *e): return False",
+        "with M() as v: assert v == 5",
+        "try:\n  with M(): raise KeyError('x')\nexcept KeyError: pass\nelse: raise AssertionError"),
+    "a context manager of a generator": (
+        "import contextlib\nlog = []\n@contextlib.contextmanager\ndef m():\n  log.append('in')\n  try: yield 5\n"
+        "  finally: log.append('out')", "with m() as v: assert v == 5\nassert log == ['in', 'out']"),
+    "async": (
+        "import asyncio\nasync def f(x):\n  await asyncio.sleep(0)\n  return 2 * x",
+        "import asyncio\nassert asyncio.run(f(3)) == 6",
+        "import asyncio\nasync def main(): return await asyncio.gather(f(1), f(2))\n"
+        "assert asyncio.run(main()) == [2, 4]"),
+    "async for and with": (
+        "async def f(n):\n  for i in range(n): yield i\nclass M:\n  async def __aenter__(s): return 5\n"
+        "  async def __aexit__(s, *e): pass",
+        "import asyncio\nasync def main():\n  async with M() as m: return [m async for _ in f(2)]\n"
+        "assert asyncio.run(main()) == [5, 5]"),
+    "a class of the tests": (
+        "def f(node):\n  total = 0\n  while node:\n    total += node.val; node.val = 0; node = node.next\n"
+        "  return total",
+        "class ListNode:\n  def __init__(self, val, next=None): self.val, self.next = val, next\n"
+        "n = ListNode(1, ListNode(2))\nassert f(n) == 3 and n.val == 0"),
+    "a namedtuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+        "assert f().x == 1 and f() == (1, 2) == P(1, 2)"),
+    "the collections": (
+        "from collections import *\n"
+        "def f(s): return Counter(s), deque([1]), OrderedDict(a=1), defaultdict(list, a=[1])",
+        "from collections import deque\nc, d, o, e = f('aab')\nassert c.most_common(1) == [('a', 2)] and c['z'] == 0\n"
+        "assert d == deque([1]) and o == {'a': 1} and e == {'a': [1]}"),
+    "dates": (
+        "from datetime import *\ndef f(d): return d + timedelta(days=1)",
+        "from datetime import *\nassert f(date(2020, 1, 1)) == date(2020, 1, 2)\n"
+        "assert f(datetime(2020, 1, 1, 5, tzinfo=timezone.utc)) == datetime(2020, 1, 2, 5, tzinfo=timezone.utc)"),
+    "an enum": (
+        "import enum\nclass C(enum.Enum):\n  RED = 1\n  BLUE = 2\nclass N(enum.IntEnum):\n  ONE = 1\n"
+        "def f(): return C.RED",
+        "assert f() == C.RED and f() is C.RED and f() != C.BLUE and f().value == 1 and f().name == 'RED'\n"
+        "assert len(C) == 2 and [c.value for c in C] == [1, 2] and C['RED'] is C.RED and N.ONE == 1"),
+    "an exception": (
+        "class Base(Exception): pass\nclass Err(Base):\n  def __init__(s, code): s.code = code\ndef f(x): raise Err(5)",
+        "try: f(1)\nexcept Err as e: assert e.code == 5\nelse: raise AssertionError",
+        "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n    with self.assertRaises(Base): f(1)\n"
+        "unittest.main()"),
+    "an exception that extends ValueError": (
+        "class Err(ValueError): pass\ndef f(x): raise Err('bad', x)",
+        "try: f(1)\nexcept ValueError as e: assert e.args == ('bad', 1) and 'bad' in str(e) and isinstance(e, Err)\n"
+        "else: raise AssertionError"),
+    "isinstance": (
+        "class A: pass\nclass B(A):\n  pass\ndef f(): return B()",
+        "b = f()\nassert isinstance(b, A) and isinstance(b, B) and type(b) is B "
+        "and issubclass(B, A) and not callable(b)"),
+    "a decorator": ("def deco(f):\n  def g(*a): return f(*a) + 1\n  return g", "assert deco(lambda x: x)(1) == 2"),
+    "a function of the tests that raises": (
+        "def f(g):\n  try: g()\n  except KeyError: return 1", "def g(): raise KeyError('x')\nassert f(g) == 1"),
+    "the name of a built-in": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "a class with the name of a library": ("class queue:\n  def size(s): return 0", "q = queue()\n"
+        "assert q.size() == 0"),
+    "a library that the tests do not import": ("import math\ndef f(x): return x", "assert math.isclose(f(2), 2)"),
+    "names of arguments": (
+        "def f(self, operation, arguments=0): return self + operation + arguments",
+        "assert f(operation=1, self=2, arguments=3) == 6"),
+    "large numbers": ("import math\ndef f(n): return math.factorial(n)", "import math\n"
+        "assert f(3000) == math.factorial(3000)"),
+    "deep data": (
+        "def f(n):\n  v = []\n  for _ in range(n): v = [v]\n  return v",
+        "v, n = f(5000), 0\nwhile v: v, n = v[0], n + 1\nassert n == 5000"),
+    "threads": (
+        "class C:\n  n = 0\n  def inc(s): s.n += 1",
+        "import threading\nc = C()\nts = [threading.Thread(target=c.inc) for _ in range(8)]\n"
+        "for t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 8"),
+    "many calls with long lists": (
+        "def f(a): return sum(a)", "for n in range(300): assert f(list(range(1000))) == 499500"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes(name: str, sandbox: LocalSandbox) -> None:
+    verdict = sandbox.run_tests_here(*with_tests(RIGHT[name]))
+    assert verdict.solved, verdict
 
 
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -228,6 +470,28 @@ def test_the_shapes_of_rows(name: str, sandbox: LocalSandbox) -> None:
     assert examine(right, answer, row, sandbox).solved
     assert not examine(wrong, answer, row, sandbox).solved
     assert not examine("", answer, row, sandbox).solved
+
+
+TESTS_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "HumanEval without an entry point": ("", {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}),
+    "functions of pytest": ("", {"tests": "def test_add():\n    assert add(1, 2) == 3\n"}),
+    "unittest without main": ("", {"tests": UNITTEST.replace("unittest.main()", "")}),
+    "a comment": ("", {"tests": "# later\n"}),
+    "the reference program": ("def add(a, b):\n    return a + b", {"unit_tests": ["assert add(1, 2) == 3"]}),
+    "no output": ("", {"tests": {"inputs": ["1"], "outputs": [""]}}),
+}
+
+
+@pytest.mark.parametrize("name", TESTS_NOTHING)
+def test_a_row_that_tests_nothing_is_refused(name: str, sandbox: LocalSandbox) -> None:
+    with pytest.raises(ValueError, match="expects tests that an empty program fails"):
+        check_row(*TESTS_NOTHING[name], sandbox)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_that_tests_is_not_refused(name: str, sandbox: LocalSandbox) -> None:
+    row, answer, _ = ROWS[name]
+    check_row(answer, row, sandbox)
 
 
 def test_the_reward_is_built_in(monkeypatch: pytest.MonkeyPatch, sandbox: LocalSandbox) -> None:

@@ -1,4 +1,4 @@
-"""Each layer alone holds what it is for, and without any layer the same attack succeeds."""
+"""Each layer alone stops its attacks, and without any layer the same attacks succeed."""
 
 import os
 import time

@@ -16,7 +16,7 @@ from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import code_tools, local
 from titan_rl.sandbox.code_tools import CodeTools, python, shell, shown
-from titan_rl.sandbox.execution import Execution, Sandbox, SandboxRefused
+from titan_rl.sandbox.execution import Execution, SandboxRefused
 from titan_rl.sandbox.local import LocalSandbox
 
 SECTION = SandboxSection(workers=2, cpu_seconds=2, wall_seconds=30, memory_mb=256)
@@ -101,13 +101,13 @@ def test_without_packages_there_are_none(sandbox: LocalSandbox) -> None:
 
 
 async def test_several_at_a_time() -> None:
-    sandbox: Sandbox = (own := LocalSandbox(SECTION))
-    await own.warm()
+    sandbox = LocalSandbox(SECTION)
+    await sandbox.warm()
     began = time.monotonic()
     found = await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.5); print({n})") for n in range(4)))
     assert [each.stdout for each in found] == [f"{n}\n" for n in range(4)]
     assert sum(each.seconds for each in found) > 1.5 * (time.monotonic() - began)  # two at a time
-    own.close()
+    sandbox.close()
 
 
 async def test_a_cancelled_execution_ends_and_its_server_is_replaced(sandbox: LocalSandbox) -> None:

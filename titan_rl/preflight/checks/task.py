@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +16,9 @@ from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
-from titan_rl.sandbox.code_tests import row_tests
+from titan_rl.sandbox.code_tests import check_row, row_tests
+from titan_rl.sandbox.execution import SandboxRefused
+from titan_rl.sandbox.local import LocalSandbox
 from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
@@ -36,6 +39,8 @@ MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
 """Verifiers whose package takes long to import, so that another process does."""
+TESTED_ROWS = 16
+"""Rows of "code_tests" on which an empty program is run."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 PAIRS = ("preference", "reward")  # kinds of algorithms that read them
 
@@ -189,6 +194,19 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
         prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
         yield from check_callable(f"task.{key}", name, prompt, task)
+        if name == "code_tests":
+            yield from _untested(config, key, [*train, *heldout])
+
+
+def _untested(config: Config, key: str, examples: Sequence[Example]) -> Iterator[str]:
+    """Yield the first of some rows whose tests test nothing. check_sandbox refuses a machine without a sandbox."""
+    with suppress(SandboxRefused), closing(LocalSandbox(config.sandbox)) as sandbox:
+        for example in examples[:: max(1, len(examples) // TESTED_ROWS)]:
+            try:
+                check_row(example.answer, example.row, sandbox)
+            except ValueError as error:
+                yield f"task.{key}: {example.where}: {error}"
+                return
 
 
 def rewards_of_sets(config: Config) -> list[str]:

@@ -1,0 +1,455 @@
+"""Objects of two processes, the tests and the solution, that call each other.
+
+    tests: f(a)   ── call f with list 2 = [3, 1] ──>   solution: a.sort(); return a
+                  <── list 2, which is now [1, 3] ──
+
+Plain data passes by value. Lists, dicts and sets are copied to both sides, and each message carries the contents that
+have changed, so that both sides see one object. Any other object stays where it is; a proxy (`Remote`) forwards its
+attributes, calls, items and operators.
+
+The solution may lie about its own objects, so the tests' side never asks whether one equals, contains or is close to
+plain data: `==` and `in` compare here. An operator with plain data gives no plain data, as `obj - 6` could then be 0.
+"""
+
+import builtins
+import io
+import json
+import operator
+import socket
+import struct
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+from titan_rl.sandbox.plain_data import (
+    CONTAINERS,
+    CONTAINERS_BY_NAME,
+    DATA,
+    DATA_BY_NAME,
+    EXACT,
+    SCALARS,
+    exact_value,
+    fill,
+    is_error,
+    items_of,
+    named_tuple,
+)
+
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_ITEMS = 100_000
+BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+UNARY = "neg pos abs invert round int float complex index"
+COMPARISONS = "eq ne lt le gt ge"
+OTHERS = "call getitem setitem delitem iter next reversed bool hash str repr format enter aenter aiter anext"
+
+
+class RemoteError(Exception):
+    """The other process has ended, or its message cannot be read or believed."""
+
+
+class RemoteType(type):
+    """The type of proxies of classes."""
+
+    __peer__: "Peer"
+
+    def __getattr__(cls, name: str) -> Any:
+        return _attribute(cls, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls.__peer__.ask("set", cls, name, value)
+
+    def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
+        return cls.__peer__.ask("__call__", cls, *arguments, **keywords)
+
+    def __iter__(cls) -> Iterator[Any]:
+        return cls.__peer__.ask("__iter__", cls)
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __len__(cls) -> int:
+        return cls.__peer__.ask("__len__", cls)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls.__peer__.ask("__getitem__", cls, key)
+
+
+class Remote(metaclass=RemoteType):
+    """The base of all proxies. A proxy's class has the special methods that the object's class defines."""
+
+    __peer__: "Peer"
+    __plain__ = False  # the object's class extends a type of plain data
+    __mixed__ = False  # the result of an operator with plain data, which may be a value that a test expects
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_special(name):
+            object.__setattr__(self, name, value)  # Python itself sets __traceback__
+        else:
+            self.__peer__.ask("set", self, name, value)
+
+    def __repr__(self) -> str:
+        return self.__peer__.ask("__repr__", self)
+
+    def __str__(self) -> str:
+        return self.__peer__.ask("__str__", self)
+
+
+def _attribute(of: Any, name: str) -> Any:
+    if _is_special(name):
+        raise AttributeError(name)
+    return of.__peer__.ask("get", of, name)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    return lambda self, /, *arguments, **keywords: self.__peer__.ask(name, self, *arguments, **keywords)
+
+
+def _compare(name: str) -> Callable[..., Any]:
+    def method(self: Remote, other: Any) -> Any:
+        if isinstance(other, Remote):
+            equal = self.__peer__.ask(name, self, other)
+            if name == "__eq__" and equal is True and self.__peer__.ask("equals anything", self):
+                raise RemoteError("an object that equals everything")
+            return equal
+        plain = self.__peer__.ask("plain", self) if self.__plain__ and not self.__mixed__ else self
+        return NotImplemented if isinstance(plain, Remote) else getattr(type(plain), name)(plain, other)
+
+    return method
+
+
+def _operate(name: str) -> Callable[..., Any]:
+    def method(self: Remote, *others: Any) -> Any:
+        result = self.__peer__.ask(name, self, *others)
+        if result is NotImplemented or all(isinstance(each, Remote) and not each.__mixed__ for each in (self, *others)):
+            return result
+        if not isinstance(result, Remote):
+            raise RemoteError(f"{name} of an object and plain data gave plain data")
+        result.__mixed__ = True
+        return result
+
+    return method
+
+
+def _length(self: Any) -> int:
+    """Return an object's length, which must be the number of its items."""
+    length = self.__peer__.ask("__len__", self)
+    is_collection = _defined(type(self), "__iter__") and not _defined(type(self), "__next__")
+    if is_collection and length != len(self.__peer__.ask("items", self)):
+        raise RemoteError("__len__ is not the number of items")
+    return length
+
+
+def _exit(self: Any, *error: Any) -> bool:
+    self.__peer__.ask("__exit__", self, *error[:2], None)
+    return False  # otherwise a solution could suppress an AssertionError
+
+
+async def _exit_async(self: Any, *error: Any) -> bool:
+    await self.__peer__.ask("__aexit__", self, *error[:2], None)
+    return False
+
+
+def _await(self: Any) -> Iterator[Any]:
+    return self.__peer__.ask("await", self)
+    yield
+
+
+async def _awaited(remote: Any) -> Any:
+    return await remote
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    **{f"__{name}__": _forward(f"__{name}__") for name in OTHERS.split()},
+    **{f"__{name}__": _compare(f"__{name}__") for name in COMPARISONS.split()},
+    **{f"__{name}__": _operate(f"__{name}__") for name in UNARY.split()},
+    **{f"__{prefix}{name}__": _operate(f"__{prefix}{name}__") for name in BINARY.split() for prefix in ("", "r", "i")},
+    **{"__len__": _length, "__exit__": _exit, "__aexit__": _exit_async, "__await__": _await},
+}
+"""Special methods of proxies. There is no __contains__: `in` iterates, and compares here."""
+
+
+def _equals_anything(value: Any) -> bool:
+    try:
+        return bool(value == object())
+    except Exception:
+        return False
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "get": getattr,
+    "set": setattr,
+    "equals anything": _equals_anything,
+    "items": lambda each: list(islice(each, MAX_ITEMS)),
+    "plain": exact_value,
+}
+
+
+class Peer:
+    """One end of the connection. One end asks, and answers what the other asks meanwhile."""
+
+    def __init__(self, connection: socket.socket, serves: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        """`serves`: more operations of the solution's end. The tests' end grants less."""
+        self._connection = connection
+        self._is_tests_end = serves is None
+        self._operations = {**OPERATIONS, **(serves or {})}
+        self._next = int(self._is_tests_end)  # one end gives even numbers, the other odd ones
+        self._objects: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}  # by id()
+        self._contents: dict[int, list[Any]] = {}  # items of containers, as the other end knows them
+        self._unsent: list[int] = []
+        self._descriptions: dict[int, list[Any]] = {}  # from the last message, for proxies and copies
+        self._loop: Any = None
+        self._lock = threading.RLock()
+
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        with self._lock:
+            self._send("ask", operation, arguments, keywords)
+            while True:
+                kind, value, *rest = self._receive()
+                if kind == "ask":
+                    self._answer(value, *rest)
+                elif kind == "value":
+                    return value
+                else:
+                    raise self._raised(value, operation) from None
+
+    def serve(self) -> None:
+        """Answer until the other end is closed."""
+        while True:
+            try:
+                _, *rest = self._receive()
+            except RemoteError:
+                return
+            self._answer(*rest)
+            sys.stdout.flush()  # the process is killed when the tests have ended
+
+    def _raised(self, error: Any, operation: str) -> BaseException:
+        """Return the error that an operation raises here. The end of an iteration that is none would end a test's loop
+        before it has compared anything."""
+        ends = {"__next__": StopIteration, "await": StopAsyncIteration}
+        if isinstance(error, StopIteration | StopAsyncIteration) and not isinstance(error, ends.get(operation, ())):
+            return RemoteError(f"raised {type(error).__name__}")
+        return error if isinstance(error, Exception) else RemoteError(f"raised {type(error).__name__}")
+
+    def _answer(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        try:
+            answer = "value", self._perform(operation, *arguments, **keywords)
+        except BaseException as error:
+            answer = "raised", error.with_traceback(None)
+        try:
+            self._send(*answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            self._send("raised", ValueError(f"{error}"))
+
+    def _perform(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        if operation in METHODS:
+            return getattr(type(arguments[0]), operation)(*arguments, **keywords)
+        if operation == "await":
+            return self._run(*arguments)
+        if operation in ("get", "set") and self._is_tests_end:
+            _check_access(operation, *arguments[:2])
+        return self._operations[operation](*arguments)
+
+    def _run(self, awaitable: Any) -> Any:
+        import asyncio
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(awaitable))
+
+    def _encoded(self, value: Any) -> Any:
+        """Return a value as JSON: scalars as they are, the rest as [tag, parts], objects by their number."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
+            return value
+        if kind in DATA:
+            return [kind.__name__, self._all_encoded(DATA[kind][0](value))]
+        name = value.__name__ if isinstance(value, type) else "NotImplemented" if value is NotImplemented else ""
+        if name and getattr(builtins, name, None) is value:
+            return ["builtin", [name]]
+        if id(value) in self._numbers:
+            return self._numbered(value)
+        if issubclass(kind, SCALARS) and not issubclass(kind, Enum):
+            return self._encoded(exact_value(value))
+        if kind.__bases__ == (tuple,) and (fields := getattr(kind, "_fields", None)):
+            return ["namedtuple", self._all_encoded([kind.__name__, fields, *exact_value(value)])]
+        if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+            return self._encoded(value.tolist())
+        if isinstance(value, BaseException) and getattr(builtins, kind.__name__, None) is kind:
+            return ["error", self._all_encoded([kind.__name__, *value.args])]
+        if isinstance(value, types.ModuleType):
+            raise TypeError("a module does not pass: tests import the modules that they use")
+        return self._numbered(value)
+
+    def _numbered(self, value: Any) -> list[Any]:
+        if id(value) not in self._numbers:
+            number, self._next = self._next, self._next + 2
+            self._objects[number], self._numbers[id(value)] = value, number
+            self._unsent.append(number)
+        return ["object", self._numbers[id(value)]]
+
+    def _all_encoded(self, values: Any) -> list[Any]:
+        return [self._encoded(each) for each in values]
+
+    def _described(self, value: Any) -> list[Any]:
+        """Return what the other end needs to make its copy of a container, or its proxy."""
+        kind = type(value)
+        if kind in CONTAINERS:
+            items = self._contents[self._numbers[id(value)]] = items_of(value)
+            return [kind.__name__, self._all_encoded(items)]
+        if isinstance(value, type):
+            bases = [each for each in value.__bases__ if each.__module__ != "builtins" or issubclass(each, Exception)]
+            special = [name for name in METHODS if _defined(value, name)]
+            is_plain = issubclass(value, tuple(EXACT))
+            return ["class", [value.__name__, self._all_encoded(bases), special, is_plain]]
+        if isinstance(value, types.CoroutineType):
+            return ["coroutine", [self._numbered(kind)]]
+        arguments = value.args if isinstance(value, BaseException) else ()
+        return ["instance", [self._numbered(kind), *self._all_encoded(arguments)]]
+
+    def _decoded(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        tag, parts = value
+        if tag == "object":
+            return self._objects[parts] if parts in self._objects else self._create(parts)
+        decoded = [self._decoded(each) for each in parts]
+        if tag == "builtin":
+            known = getattr(builtins, decoded[0])
+            return known if isinstance(known, type) or known is NotImplemented else RemoteError(decoded[0])
+        if tag == "error":
+            return _error(*decoded)
+        if tag == "namedtuple":
+            return named_tuple(decoded[0], decoded[1])(*decoded[2:])
+        return DATA_BY_NAME[tag](*decoded)
+
+    def _create(self, number: int) -> Any:
+        """Make an object of the other end: an empty copy of a container, or a proxy."""
+        if number % 2 == self._next % 2:
+            raise ValueError("a number that this end gives")
+        tag, parts = self._descriptions[number]
+        if tag in CONTAINERS_BY_NAME:
+            copy = CONTAINERS_BY_NAME[tag]()
+            self._contents[number] = []
+        elif tag == "class":
+            name, bases, special, is_plain = parts
+            bases = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or is_error(each))
+            bases = bases if any(issubclass(each, Remote) for each in bases) else (Remote, *bases)
+            methods = {name: METHODS[name] for name in special if name in METHODS}
+            copy = RemoteType(str(name), bases, {"__peer__": self, "__plain__": is_plain is True, **methods})
+        else:
+            kind, *arguments = map(self._decoded, parts)
+            if not isinstance(kind, RemoteType):
+                raise TypeError("an object has no class")
+            copy: Any = kind.__new__(kind)  # type: ignore[call-arg]
+            if isinstance(copy, BaseException):
+                object.__setattr__(copy, "args", tuple(arguments))
+        self._objects[number], self._numbers[id(copy)] = copy, number
+        if tag == "coroutine":
+            copy = _awaited(copy)
+        return copy
+
+    def _forget(self, number: int) -> None:
+        if self._contents.pop(number, None) is not None:
+            del self._numbers[id(self._objects.pop(number))]
+
+    def _changes(self) -> tuple[list[int], list[int]]:
+        """Return the containers with other items than the other end knows, and those to which nothing here refers any
+        more, so that both ends need not share them."""
+        changed, unused = [], []
+        for number, before in [*self._contents.items()]:
+            is_unused = sys.getrefcount(self._objects[number]) == 2  # self._objects and the argument
+            items = items_of(self._objects[number])
+            if len(items) != len(before) or not all(map(operator.is_, items, before)):
+                changed.append(number)
+            elif is_unused:
+                unused.append(number)
+                self._forget(number)
+        return changed, unused
+
+    def _send(self, kind: str, value: Any, *rest: Any) -> None:
+        self._unsent, unused = self._changes()
+        if kind == "ask":
+            arguments, keywords = rest
+            header = [value, self._all_encoded(arguments), {key: self._encoded(each) for key, each in keywords.items()}]
+        else:
+            header = [self._encoded(value)]
+        sent = [[number, *self._described(self._objects[number])] for number in self._unsent]  # grows meanwhile
+        text = json.dumps([kind, header, sent, unused]).encode()
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"expected at most {MAX_MESSAGE_BYTES >> 20} MiB, found {len(text) >> 20}")
+        try:
+            self._connection.sendall(struct.pack("I", len(text)) + text)
+        except OSError as error:
+            raise RemoteError("the solution's process has ended") from error
+
+    def _receive(self) -> tuple[Any, ...]:
+        (size,) = struct.unpack("I", self._exactly(4))
+        if size > MAX_MESSAGE_BYTES:
+            raise RemoteError("a message is too long")
+        try:
+            return self._read(self._exactly(size))
+        except RemoteError:
+            raise
+        except BaseException as error:
+            raise RemoteError(f"a message that cannot be read: {error!r}") from None
+
+    def _read(self, text: bytes) -> tuple[Any, ...]:
+        kind, header, sent, unused = json.loads(text)
+        for number in unused:
+            self._forget(number)
+        self._descriptions = {number: [tag, parts] for number, tag, parts in sent}
+        filled = [(number, parts) for number, (tag, parts) in self._descriptions.items() if tag in CONTAINERS_BY_NAME]
+        for number, parts in filled:
+            each = self._decoded(["object", number])
+            fill(each, [self._decoded(item) for item in parts])
+            self._contents[number] = items_of(each)
+        if kind != "ask":
+            return kind, self._decoded(header[0])
+        operation, arguments, keywords = header
+        decoded = {key: self._decoded(each) for key, each in keywords.items()}
+        return kind, operation, tuple(self._decoded(each) for each in arguments), decoded
+
+    def _exactly(self, size: int) -> bytes:
+        read = bytearray()
+        while len(read) < size:
+            more = self._connection.recv(size - len(read))
+            if not more:
+                raise RemoteError("the solution's process has ended")
+            read += more
+        return bytes(read)
+
+
+def _defined(kind: type, name: str) -> Any:
+    """Return what a class, or a base of it but `object`, defines as a name. None: nothing."""
+    return next((each.__dict__[name] for each in kind.__mro__ if name in each.__dict__ and each is not object), None)
+
+
+def _check_access(operation: str, target: Any, name: Any) -> None:
+    """Let the solution use the public attributes of objects of the tests' own classes. Those of others, such as a
+    generator's frame, would reach the tests."""
+    kind = type(target)
+    own = kind.__module__ == "__main__" or kind in (io.StringIO, io.BytesIO)
+    replaces = operation == "set" and callable(getattr(kind, str(name), None))
+    if not own or isinstance(target, type) or replaces or str(name).startswith("_"):
+        raise AttributeError(f"the solution may not {operation} {name!r} of a {kind.__name__}")
+
+
+def _error(name: str, *arguments: Any) -> Exception:
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):
+            return kind(*arguments)
+    return RemoteError(f"{name}: {arguments}")
