@@ -75,7 +75,7 @@ def keys_of(way: Way, replicas: int, steps: int, folder: str) -> dict[str, objec
         "fault.snapshot_interval": 0,
         "algorithm.max_dead_steps": 0,  # nothing is learned
         "training.steps": steps,
-        "rollout.lag": way.lag,
+        "rollout.max_staleness_steps": way.lag,
         "rollout.groups_per_step": GROUPS * replicas,
         "rollout.group_size": SAMPLES,
         "rollout.max_new_tokens": TOKENS,

@@ -17,9 +17,9 @@ steps before RL. All three make their steps in the same `loop`. The stages of an
     evaluate   held-out problems          serve                              greedy answers
     keep       the state of the step      snapshots, a checkpoint            trainers and the disk
 
-Staleness is bounded by admission: at most `lag + 1` steps' worth of groups are in flight, and the next step's worth is
-admitted only once the generators hold the weights that the last step made. `lag = 0` is exact on-policy training; with
-a lag, generators sample and take weights while the trainers step.
+Staleness is bounded by admission: at most rollout.steps_ahead + 1 steps' worth of groups are in flight, and the next
+step's worth is admitted only once the generators hold the weights that the last step made. 0 is exact on-policy
+training; above 0 generators sample and take weights while the trainers step.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -98,7 +98,7 @@ class Controller:
         stream = self.stream(prompts, start, state)
         step, saved = partial(self.rl_step, stream), partial(self.record_save, stream)
         async with aclosing(stream):
-            stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
+            stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.steps_ahead + 1))
             try:
                 await self.loop.make_steps("rl", start, self.config.training.steps, step, StepDone(state, saved))
             finally:

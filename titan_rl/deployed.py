@@ -58,15 +58,16 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
     if found and step not in (None, found):
         raise Refused(f"--step: expected none, or {found}, with the checkpoint {target}, found {step}")
     step = step or found or None
-    if run is not None and not config_name:
-        config_name = str(run / "config.toml")
-    if not config_name:
+    if not (run or config_name):
         raise Refused(
             f"--config: expected the config with the task and the [generator] of {target}, because it is in no run's "
             "folder, found none"
         )
     try:
-        config = config_file.load(config_file.find(config_name), overrides)
+        if config_name or run is None:
+            config = config_file.load(config_file.find(config_name or ""), overrides)
+        else:
+            config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
         raise Refused("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":

@@ -106,7 +106,7 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Sou
     if not (run / "config.toml").is_file():
         raise ExportRefused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
     try:
-        config = config_file.load(run / "config.toml")
+        config = config_file.load_of_run(run)
         name, folder = _checkpoint(run / config.checkpoint.folder, step, critic)
         policy = policy_of(config, scratch / "model")
         if critic:

@@ -114,7 +114,7 @@ def rollout_stream(generators: Generates, folder: Path, groups: int, group_size:
     tokenizer = TextTokenizer.load(folder)
     settings = StreamSettings(
         algorithm=c.AlgorithmSection(),
-        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, lag=LAG),
+        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, max_staleness_steps=LAG),
         sampling=Sampling(TOKENS),
         seed=0,
         first=1,

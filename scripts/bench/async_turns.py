@@ -34,11 +34,11 @@ TURN_SECONDS, TOOL_SECONDS = 0.04, 0.01
 TRAIN_SECONDS = 0.3
 FIRST = 6  # steps until the backlog of the start is used up
 MODES: dict[str, dict[str, Any]] = {
-    "synchronous": {"lag": 0},
-    "lag 1": {"lag": 1},
-    "lag 2": {"lag": 2},
-    "lag 2, window 2": {"lag": 2, "window": 2},
-    "lag 4": {"lag": 4},
+    "synchronous": {"max_staleness_steps": 0},
+    "lag 1": {"max_staleness_steps": 1},
+    "lag 2": {"max_staleness_steps": 2},
+    "lag 2, window 2": {"max_staleness_steps": 4, "overtake_steps": 2},
+    "lag 4": {"max_staleness_steps": 4},
 }
 
 
@@ -105,9 +105,10 @@ async def steps_of(mode: Mapping[str, Any], slots: int, steps: int, *, spread: b
     with tempfile.TemporaryDirectory() as folder:
         characters.build(Path(folder))
         tokenizer = TextTokenizer.load(Path(folder))
+        rollout = c.RolloutSection(groups_per_step=GROUPS, group_size=GROUP_SIZE, **mode)
         settings = StreamSettings(
             algorithm=c.AlgorithmSection(),
-            rollout=c.RolloutSection(groups_per_step=GROUPS, group_size=GROUP_SIZE, pace=False, **mode),
+            rollout=rollout,
             sampling=Sampling(4),
             seed=0,
             first=1,
@@ -120,7 +121,7 @@ async def steps_of(mode: Mapping[str, Any], slots: int, steps: int, *, spread: b
         stream = RolloutStream(settings, engine, prompts, judge, tokenizer.decode, Clock(), Ledger(Path(folder)))
         began = waited = busy = 0.0
         async with aclosing(stream):
-            stream.admit(GROUPS * (mode["lag"] + 1))
+            stream.admit(GROUPS * (rollout.steps_ahead + 1))
             for step in range(1, FIRST + steps + 1):
                 if step == FIRST + 1:
                     began, waited, busy = _now(), 0.0, engine.busy
@@ -129,11 +130,11 @@ async def steps_of(mode: Mapping[str, Any], slots: int, steps: int, *, spread: b
                 waited += _now() - asked
                 await asyncio.sleep(TRAIN_SECONDS)
                 stream.trained(step, groups)
-                if step == FIRST + steps - mode["lag"]:  # from here on nothing is left to admit
+                if step == FIRST + steps - rollout.steps_ahead:  # from here on nothing is left to admit
                     break
                 engine.version = step
                 stream.admit(GROUPS)
-            wall, count = _now() - began, steps - mode["lag"]
+            wall, count = _now() - began, steps - rollout.steps_ahead
             return {
                 "step, s": wall / count,
                 "trainer waits, share": waited / wall,
@@ -152,7 +153,9 @@ def long_and_short(steps: int) -> Iterator[Row]:
             found: dict[str, dict[str, float]] = {}
             for kind, spread in ((f"{SHORTEST} to {LONGEST} turns", True), ("equal lengths", False)):
                 with asyncio.Runner(loop_factory=JumpingClock) as runner:
-                    found[kind] = runner.run(steps_of(mode, slots, steps + mode["lag"], spread=spread))
+                    found[kind] = runner.run(
+                        steps_of(mode, slots, steps + c.RolloutSection(**mode).steps_ahead, spread=spread)
+                    )
             own, equal = found.values()
             case = f"{room}, {name}"
             yield from (

@@ -29,7 +29,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--rollout.group_size 1000000000000", "rollout.group_size: expected"),
     ("--rollout.groups_per_step 0", "rollout.groups_per_step: expected"),
     ("--rollout.timeout_seconds 1e3", "rollout.timeout_seconds: expected an integer"),
-    (f"--rollout.lag {10**40}", "rollout.lag: expected"),
+    (f"--rollout.max_staleness_steps {10**40}", "rollout.max_staleness_steps: expected"),
     (f"--debug.seed {2**32}", "debug.seed: expected a value below 2^32 = 4294967296, because vLLM takes no"),
     (f"--debug.seed {2**64}", "debug.seed: expected"),
     (f"--debug.seed {2**200}", "debug.seed: expected"),

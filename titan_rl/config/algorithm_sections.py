@@ -146,17 +146,19 @@ class RolloutSection:
     """Drop tokens that are less likely than min_p times the most likely one. 0: none."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Additional stop tokens. EOS always stops."""
-    lag: int = bounds(0, ge=0, le=1000)
+    max_staleness_steps: int = bounds(0, ge=0, le=2000)
     """Maximum age, in optimizer steps, of the weights that sampled a token when it is trained on. Above 0, sampling and
     training overlap. 0: exact on-policy."""
-    window: int = bounds(0, ge=0, le=1000)
-    """Number of steps by which finished groups may overtake a slow one. The maximum age becomes lag + window."""
-    pace: bool = True
-    """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
-    speed."""
+    overtake_steps: int = bounds(0, ge=0, le=1000)
+    """Number of steps, out of max_staleness_steps, by which finished groups may overtake a slow one."""
     timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
     one call of your own reward function (the call fails), unless task.reward_seconds is set."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return for how many steps after the next one groups are sampled."""
+        return self.max_staleness_steps - self.overtake_steps
 
     @property
     def truncates(self) -> bool:

@@ -62,7 +62,7 @@ def keeps(config: Config) -> bool:
     free them, and a ratio against the policy of one version needs a correction (preflight/checks/algorithm.py)."""
     a = config.algorithm
     corrected = (a.proximal, a.correction) != ("trainer", "none")
-    return a.kind == "rl" and config.rollout.lag > 0 and config.placement.kind != "colocated" and corrected
+    return a.kind == "rl" and config.rollout.steps_ahead > 0 and config.placement.kind != "colocated" and corrected
 
 
 def compiles(config: Config, device: str) -> bool:
@@ -94,7 +94,7 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
         return max(1, cores // models) if kind == "model" and config.training.enable_cpu_offload else 1
     starts = config.samples_rollouts or kind == "generator"  # trained weights are served whatever trained them
     engines = config.generator.replicas * config.generator.tensor_parallel_degree if starts else 0
-    overlap = config.algorithm.kind == "rl" and (config.rollout.lag or config.training.stream_groups)
+    overlap = config.algorithm.kind == "rl" and (config.rollout.steps_ahead or config.training.stream_groups)
     judges = roles.get("reward_model", 0)  # while other groups are sampled
     together = models + engines if overlap else models if kind == "model" else engines + judges
     return min(MOST_THREADS, max(1, cores // together))

@@ -1,17 +1,60 @@
-"""Keys of earlier versions. A config that set one to its default loads as before; any other value is refused."""
+"""Keys of earlier versions: removed ones, and ones that have another name.
 
+A removed key that is set to its old default changes nothing and loads as before. Another value is refused with advice;
+in the config of a finished or interrupted run it has no effect, unless it decided what is in the run's files.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
     default: Any
     advice: str
+    decides_files: bool = False
+
+    def is_default(self, value: Any) -> bool:
+        """Compare with a value of a TOML file, or with a flag's text."""
+        if isinstance(self.default, str):
+            return value == self.default
+        if isinstance(self.default, bool):
+            return str(value).lower() == str(self.default).lower()
+        with contextlib.suppress(ValueError, TypeError):
+            return float(value) == self.default and not isinstance(value, bool)
+        return False
 
 
-KEYS = {
+class Renamed(NamedTuple):
+    """A key that is still read, under the names that it has now."""
+
+    section: str
+    names: tuple[str, ...]
+    like: str  # the key of the section that has its type and range
+    becomes: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+    """Returns the values of the new keys, from the old one's value and the section's values so far."""
+
+
+REMOVED = {
+    "rollout.pace": Removed(True, "with rollout.max_staleness_steps >= 2 sampling always keeps the trainers' pace"),
     "debug.exact": Removed(
         False,
         "it was retired: in float32 log-probs of trainers and generators differ by less than 1e-5, and a run whose "
         "engines compute something else ends at its first weight sync (weight_sync.gap_tolerance)",
     ),
+}
+
+
+def _lag(value: int, rollout: Mapping[str, Any]) -> dict[str, Any]:
+    return {"max_staleness_steps": value + rollout.get("overtake_steps", 0)}
+
+
+def _window(value: int, rollout: Mapping[str, Any]) -> dict[str, Any]:
+    lag = rollout.get("max_staleness_steps", 0) - rollout.get("overtake_steps", 0)
+    return {"max_staleness_steps": lag + value, "overtake_steps": value}
+
+
+RENAMED = {
+    "rollout.lag": Renamed("rollout", ("max_staleness_steps",), "max_staleness_steps", _lag),
+    "rollout.window": Renamed("rollout", ("max_staleness_steps", "overtake_steps"), "overtake_steps", _window),
 }

@@ -88,13 +88,13 @@ def steps_whole(history: History) -> Iterator[str]:
 
 
 def steps_in_order(history: History) -> Iterator[str]:
-    """Without a window, prompts are trained on in the source's order."""
+    """Without rollout.overtake_steps, prompts are trained on in the source's order."""
     for start in history.starts:
         bounds = history.bounds(start)
         order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
         late = [b for a, b in pairwise(order) if b < a]
-        if late and bounds is not None and bounds["rollout.window"] == 0:
-            yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
+        if late and bounds is not None and bounds["rollout.overtake_steps"] == 0:
+            yield f"prompt {late[0]} was trained on after a later one, though rollout.overtake_steps is 0"
 
 
 def nothing_stale(history: History) -> Iterator[str]:
@@ -102,10 +102,13 @@ def nothing_stale(history: History) -> Iterator[str]:
     for id, life in history.lives.items():
         if life.undone or (bounds := history.bounds(life.start)) is None:
             continue
-        lag, window, size = (bounds[f"rollout.{key}"] for key in ("lag", "window", "group_size"))
-        if life.turn - 1 - life.admitted > lag:
-            yield f"prompt {id} was admitted after step {life.admitted} for step {life.turn}, rollout.lag is {lag}"
-        if lag == window == 0 and life.versions and life.versions[0] != life.sampled_after:
+        oldest, overtake, size = (
+            bounds[f"rollout.{key}"] for key in ("max_staleness_steps", "overtake_steps", "group_size")
+        )
+        if life.turn - 1 - life.admitted > oldest - overtake:
+            ahead = f"rollout.max_staleness_steps - overtake_steps is {oldest - overtake}"
+            yield f"prompt {id} was admitted after step {life.admitted} for step {life.turn}, {ahead}"
+        if oldest == 0 and life.versions and life.versions[0] != life.sampled_after:
             yield f"prompt {id} was sampled from version {life.versions[0]} after version {life.sampled_after}"
         if life.dropped == "flat" and not bounds["algorithm.dynamic_sampling"]:
             yield f"prompt {id} is dropped as flat, though algorithm.dynamic_sampling is off"
@@ -113,10 +116,10 @@ def nothing_stale(history: History) -> Iterator[str]:
             continue
         if len(life.tokens) != size:
             yield f"prompt {id} has {len(life.tokens)} samples, expected {size}"
-        if life.trained > life.turn + window:
+        if life.trained > life.turn + overtake:
             yield f"prompt {id} was trained on at step {life.trained}, its turn was step {life.turn}"
-        if life.versions and (age := life.trained - 1 - life.versions[0]) > lag + window:
-            yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {lag + window}"
+        if life.versions and (age := life.trained - 1 - life.versions[0]) > oldest:
+            yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {oldest}"
 
 
 def digests_have_bounds(history: History) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from titan_rl.config.toml import ConfigError, load
+from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_history import ROLLOUTS
@@ -286,7 +286,7 @@ def _components(
 ) -> Iterator[str]:
     weights: Mapping[str, Any] = {}
     with suppress(ConfigError, OSError, ValueError):
-        weights = load(folder / "config.toml").task.rewards
+        weights = load_of_run(folder).task.rewards
     short = Counter([name.rpartition(":")[2] for name in weights] + [GRADER])
     labels = {(own if short[own := name.rpartition(":")[2]] == 1 else name): float(w) for name, w in weights.items()}
     if len(labels) < 2:

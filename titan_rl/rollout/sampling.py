@@ -166,7 +166,7 @@ class GroupSampler:
             seed=self._settings.seed,
             sample=sample,
             group=name,
-            expected=round(self._mean_length) if self._settings.rollout.lag else 0,
+            expected=round(self._mean_length) if self._settings.rollout.steps_ahead else 0,
         )
 
     async def _plays(self, prompt: Prompt) -> list[Rollout]:

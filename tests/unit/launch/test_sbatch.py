@@ -125,7 +125,7 @@ def test_given_certificates_are_named_by_their_folder_only(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_jobs_config_is_the_one_that_was_launched(name: str, tmp_path: Path) -> None:
-    config = config_of("rollout.lag=1", 'job.description=a "quote" and a \\ and é', name=name)
+    config = config_of("rollout.max_staleness_steps=1", 'job.description=a "quote" and a \\ and é', name=name)
     (tmp_path / "job.toml").write_text(changed_toml(config))
     assert load(tmp_path / "job.toml") == config
     assert len(changed_toml(config)) < 3000
@@ -134,11 +134,11 @@ def test_the_jobs_config_is_the_one_that_was_launched(name: str, tmp_path: Path)
 def test_keys_that_a_preset_sets_otherwise_stay_as_they_are(tmp_path: Path) -> None:
     for flags in (
         ["algorithm.name=dapo", "algorithm.clip_high=0.2", "algorithm.dynamic_sampling=false"],
-        ["rollout.lag=2", "algorithm.proximal=trainer"],
-        ["rollout.lag=2", "algorithm.name=opd", "algorithm.correction=none"],
+        ["rollout.max_staleness_steps=2", "algorithm.proximal=trainer"],
+        ["rollout.max_staleness_steps=2", "algorithm.name=opd", "algorithm.correction=none"],
         ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.clip_high=0.0004"],
         ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.proximal=generator"],
-        ["rollout.lag=2", "algorithm.proximal=generator", "algorithm.correction=token_tis"],
+        ["rollout.max_staleness_steps=2", "algorithm.proximal=generator", "algorithm.correction=token_tis"],
     ):
         config = config_of(*flags)
         (tmp_path / "job.toml").write_text(changed_toml(config))

@@ -147,10 +147,14 @@ def test_no_problem(tmp_path: Path, toml: str) -> None:
 
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
-    (problem,) = problems(config(tmp_path, "[rollout]\nwindow = 2"))
-    assert problem == "rollout.window: expected 0, because rollout.lag = 0 leaves nothing to overtake, found 2"
-    (problem,) = problems(config(tmp_path, '[rollout]\nlag = 1\nwindow = 2\n[algorithm]\nname = "dapo"'))
-    assert problem.startswith("rollout.window: expected 0 with algorithm.dynamic_sampling, because replaced groups")
+    (problem,) = problems(config(tmp_path, "[rollout]\nmax_staleness_steps = 2\novertake_steps = 2"))
+    assert problem == "rollout.overtake_steps: expected 0, or less than rollout.max_staleness_steps = 2, found 2"
+    (problem,) = problems(
+        config(tmp_path, '[rollout]\nmax_staleness_steps = 3\novertake_steps = 2\n[algorithm]\nname = "dapo"')
+    )
+    assert problem.startswith(
+        "rollout.overtake_steps: expected 0 with algorithm.dynamic_sampling, because replaced groups"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,10 @@ def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -
         ("[algorithm]\nminibatches = 2", "a step has several updates"),
         ('[algorithm]\nname = "dapo"', "algorithm.dynamic_sampling replaces groups"),
         ('[placement]\nkind = "colocated"', 'placement.kind is "colocated"'),
-        ("[rollout]\nlag = 1\nwindow = 1", "rollout.window lets groups overtake each other"),
+        (
+            "[rollout]\nmax_staleness_steps = 2\novertake_steps = 1",
+            "rollout.overtake_steps lets groups overtake each other",
+        ),
     ],
 )
 def test_streaming_needs_groups_that_stand_alone(tmp_path: Path, toml: str, why: str) -> None:
@@ -171,7 +178,7 @@ def test_streaming_needs_groups_that_stand_alone(tmp_path: Path, toml: str, why:
 def test_colocated_engines_cannot_drain(tmp_path: Path) -> None:
     toml = '[placement]\nkind = "colocated"\n[weight_sync]\nin_flight = "drain"\n'
     assert problems(config(tmp_path, toml)) == []  # without a lag nothing is in flight
-    (problem,) = problems(config(tmp_path, f"{toml}[rollout]\nlag = 1"))
+    (problem,) = problems(config(tmp_path, f"{toml}[rollout]\nmax_staleness_steps = 1"))
     assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep')
 
 
@@ -180,11 +187,13 @@ def test_kept_keys_and_values_need_a_correction_and_devices_of_their_own(tmp_pat
     uncorrected = '[algorithm]\nproximal = "trainer"\ncorrection = "none"\n'
     assert problems(config(tmp_path, f"{keep}{uncorrected}")) == []  # without a lag nothing is in flight
     assert (
-        problems(config(tmp_path, f"{keep}[rollout]\nlag = 1")) == []
+        problems(config(tmp_path, f"{keep}[rollout]\nmax_staleness_steps = 1")) == []
     )  # whose ratio is against the log-probs of sampling
-    (problem,) = problems(config(tmp_path, f"{keep}{uncorrected}[rollout]\nlag = 1"))
+    (problem,) = problems(config(tmp_path, f"{keep}{uncorrected}[rollout]\nmax_staleness_steps = 1"))
     assert problem.startswith('algorithm.correction: expected "token_tis" or another correction, because weight_sync')
-    (problem,) = problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[placement]\nkind = "colocated"'))
+    (problem,) = problems(
+        config(tmp_path, f'{keep}[rollout]\nmax_staleness_steps = 1\n[placement]\nkind = "colocated"')
+    )
     assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep and free their keys and')
 
 

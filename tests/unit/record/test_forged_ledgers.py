@@ -115,8 +115,8 @@ LEDGER: dict[str, tuple[Forge, str]] = {
         "has no bounds, though its samples have digests",
     ),
     "a bound raised": (
-        lambda e: e[0]["bounds"].update({"rollout.lag": 99}),
-        "config.toml: rollout.lag is 0, 99 was in force by the ledger",
+        lambda e: e[0]["bounds"].update({"rollout.max_staleness_steps": 99}),
+        "config.toml: rollout.max_staleness_steps is 0, 99 was in force by the ledger",
     ),
     "a sampled step never trained, tail cut": (tail_cut, "step 8, which the ledger has not trained"),
     "everything cut": (lambda e: e.clear(), "ledger.jsonl: expected the start of a run, found nothing"),
@@ -155,7 +155,7 @@ LEDGER: dict[str, tuple[Forge, str]] = {
     ),
     "a turn that the lag forbids": (
         lambda e: of(e, event="admitted", prompt=7).update(turn=6),
-        "prompt 7 was admitted after step 3 for step 6, rollout.lag is 0",
+        "prompt 7 was admitted after step 3 for step 6, rollout.max_staleness_steps - overtake_steps is 0",
     ),
     "a prompt that missed its turn": (
         lambda e: of(e, event="admitted", prompt=7).update(turn=3),

@@ -33,7 +33,9 @@ from titan_rl.record.ledger import NAME
 
 
 def raise_bound(folder: Path) -> None:
-    changed = replace(load(folder / "config.toml"), rollout=RolloutSection(groups_per_step=2, group_size=2, lag=99))
+    changed = replace(
+        load(folder / "config.toml"), rollout=RolloutSection(groups_per_step=2, group_size=2, max_staleness_steps=99)
+    )
     (folder / "config.toml").write_text(to_toml(changed))
 
 
@@ -49,7 +51,10 @@ def cut_everywhere(folder: Path) -> None:
 
 
 OTHER: dict[str, tuple[Change, str]] = {
-    "config.toml with a larger lag": (raise_bound, "config.toml: rollout.lag is 99, 0 was in force by the ledger"),
+    "config.toml with a larger lag": (
+        raise_bound,
+        "config.toml: rollout.max_staleness_steps is 99, 0 was in force by the ledger",
+    ),
     "config.toml with another seed": (
         raw("config.toml", lambda whole: whole.replace(b"seed = 0", b"seed = 1")),
         "config.toml: it is not the file that the run wrote",
@@ -124,7 +129,7 @@ MALFORMED: dict[str, tuple[Change, str]] = {
         f"{NAME}, line 3 (scored): expected a valid rewards, found [inf",
     ),
     "ledger.jsonl: bounds that are none": (
-        ledger(lambda e: e[0].update(bounds={"rollout.lag": 1})),
+        ledger(lambda e: e[0].update(bounds={"rollout.max_staleness_steps": 1})),
         f"{NAME}, line 1 (begun): expected a valid bounds",
     ),
     "ledger.jsonl: a flipped bit": (
@@ -181,9 +186,9 @@ def test_an_old_ledger_is_audited_as_far_as_it_goes(finished: Path, resumed: Pat
 
 def test_an_old_run_that_resumes_with_a_new_ledger(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path)
-    run.life(config(lag=1), last=4)
+    run.life(config(max_staleness_steps=1), last=4)
     ledger(made_old)(tmp_path)
-    run.life(config(lag=2, groups_per_step=3))
+    run.life(config(max_staleness_steps=2, groups_per_step=3))
     assert audit(tmp_path)[0] == []
 
 

@@ -30,7 +30,6 @@ from titan_rl.wire.types import Completion, Prompt, Request, Rollout
     failing=st.sets(st.integers(0, 30), max_size=12),
     lag=st.integers(0, 3),
     window=st.integers(0, 3),
-    pace=st.booleans(),
     n=st.integers(2, 4),
     stream_size=st.integers(0, 2),
     cut_at=st.integers(1, 5),
@@ -40,7 +39,6 @@ from titan_rl.wire.types import Completion, Prompt, Request, Rollout
     failing={0, 1, 2, 3, 18},
     lag=2,
     window=1,
-    pace=False,
     n=3,
     stream_size=0,
     cut_at=5,
@@ -52,7 +50,6 @@ def test_failures_move_no_bound_and_lose_no_prompt(
     failing: set[int],
     lag: int,
     window: int,
-    pace: bool,
     n: int,
     stream_size: int,
     cut_at: int,
@@ -72,7 +69,9 @@ def test_failures_move_no_bound_and_lose_no_prompt(
             prompts,
             tokenizer,
             n * (steps - first + 1),
-            rollout=RolloutSection(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
+            rollout=RolloutSection(
+                groups_per_step=n, group_size=3, max_staleness_steps=lag + window, overtake_steps=window
+            ),
             first=first,
             judge=judge,
             folder=folder,
@@ -126,7 +125,7 @@ async def test_with_a_window_the_groups_behind_a_failed_one_move_up(tokenizer: T
             return await super().generate(request)
 
     echo = Stragglers([0])
-    rollout = RolloutSection(groups_per_step=2, group_size=3, lag=2, window=1, pace=False)
+    rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=3, overtake_steps=1)
     rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout, judge=Failing({0: 2}))
     found: list[list[int]] = []
     waited: list[int] = []

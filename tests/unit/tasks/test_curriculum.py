@@ -178,7 +178,9 @@ def test_a_cut_run_trains_every_prompt_once_and_each_on_its_own_example(
     """With prompts in flight, groups that overtake and groups that are dropped as flat; without a lag, the resumed run
     is the uninterrupted one."""
     window, steps = window if lag else 0, 6
-    settings_of = RolloutSection(groups_per_step=2, group_size=3, lag=lag, window=window, pace=False)
+    settings_of = RolloutSection(
+        groups_per_step=2, group_size=3, max_staleness_steps=lag + window, overtake_steps=window
+    )
 
     def run(folder: Path, cuts: Sequence[int]) -> dict[int, tuple[int, Any]]:
         seen: dict[int, tuple[int, Any]] = {}

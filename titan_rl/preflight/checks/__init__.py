@@ -43,7 +43,7 @@ def checked_run(
     found = [*also(run.config), *(text for text in found if text not in warns and text not in elsewhere)]
     if found:
         refuse(run.given_name, found)
-    return replace(run, warnings=(*warnings(run.config, gpus=gpus), *warns, *elsewhere))
+    return replace(run, warnings=(*run.warnings, *warnings(run.config, gpus=gpus), *warns, *elsewhere))
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:

@@ -72,16 +72,17 @@ def check_steps(config: Config) -> Iterator[str]:
     if (samples := rollout.groups_per_step * rollout.group_size) > MOST_SAMPLES:
         most = f"at most {MOST_SAMPLES} samples per step (rollout.groups_per_step x rollout.group_size)"
         yield f"rollout.group_size: expected {most}, found {samples}"
-    if rollout.window and rollout.lag == 0:
-        yield wrong("rollout.window", "0, because rollout.lag = 0 leaves nothing to overtake")
-    if rollout.window and a.dynamic_sampling:
-        why = "because replaced groups would exceed the window"
-        yield wrong("rollout.window", f"0 with algorithm.dynamic_sampling, {why}")
+    if rollout.overtake_steps and rollout.steps_ahead <= 0:
+        most = f"less than rollout.max_staleness_steps = {rollout.max_staleness_steps}"
+        yield wrong("rollout.overtake_steps", f"0, or {most}")
+    if rollout.overtake_steps and a.dynamic_sampling:
+        why = "because replaced groups would exceed it"
+        yield wrong("rollout.overtake_steps", f"0 with algorithm.dynamic_sampling, {why}")
     how, colocated = config.weight_sync.in_flight, config.placement.kind == "colocated"
-    if rollout.lag and how != "swap":  # without a lag no request is unfinished at a weight update
+    if rollout.steps_ahead and how != "swap":  # without a lag no request is unfinished at a weight update
         if colocated:
             sleep = {"drain": "before their requests finish", "keep": "and free their keys and values"}[how]
-            why = f'because engines sleep {sleep} if placement.kind is "colocated" and rollout.lag > 0'
+            why = f'because engines sleep {sleep} if placement.kind is "colocated" and rollout.max_staleness_steps > 0'
             yield wrong("weight_sync.in_flight", f'"swap", {why}')
         if how == "keep" and a.kind == "rl" and (a.proximal, a.correction) == ("trainer", "none"):
             why = 'because weight_sync.in_flight = "keep" samples from a policy that no version of the weights has'
@@ -91,7 +92,7 @@ def check_steps(config: Config) -> Iterator[str]:
         "a step has several updates": a.updates > 1,
         "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
         "a critic is trained": a.needs_critic,
-        "rollout.window lets groups overtake each other": rollout.window > 0,
+        "rollout.overtake_steps lets groups overtake each other": rollout.overtake_steps > 0,
         'placement.kind is "colocated"': colocated,
     }
     if config.training.stream_groups and a.kind == "rl" and any(needs_whole_steps.values()):
@@ -172,7 +173,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
     if keys:  # the file sets a clip, or changes the ratio of a preset that has one
         found = ", ".join(f"algorithm.{key} = {as_toml(getattr(a, key))}" for key in keys)
         remedy = "algorithm.minibatches or algorithm.epochs above 1"
-        if config.rollout.lag:
+        if config.rollout.steps_ahead:
             remedy = f'algorithm.proximal = "generator" with algorithm.correction = "none", or {remedy}'
         yield (
             f'{found}: no clip can act, because with algorithm.proximal = "trainer" and one update per step the ratio '

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, as_toml, load
+from titan_rl.config.toml import ConfigError, EarlierRun, as_toml, load_of_run
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.checkpoints import Checkpoints
@@ -93,13 +93,21 @@ def _check_inner(config: Config) -> Iterator[str]:
 def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     """Refuse changes that a resumed run cannot make: the order of its prompts and the model in its checkpoint."""
     folder = Path(config.job.dump_folder)
-    if config.job.fresh or not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+    if config.job.fresh or not any(folder.glob("**/.metadata")):
         return
     try:
-        before = load(folder / "config.toml")
+        before = load_of_run(folder)
+    except EarlierRun as error:
+        yield f"{folder}: {error} (or --job.fresh to start from scratch)"
+        return
+    except (ConfigError, OSError):
+        return  # written by a later version: loading the checkpoint will tell
+    if not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+        return
+    try:
         had = shape_of(before.model)
-    except (ConfigError, OSError, ValueError):
-        return  # written by another version, or its model folder is gone: loading the checkpoint will tell
+    except ValueError:
+        return  # its model folder is gone: loading the checkpoint will tell
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
     if not config.checkpoint.enable:
         yield problem(config, "checkpoint.enable", f"true, {hint}")
