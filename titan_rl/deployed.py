@@ -104,9 +104,9 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     """Choose a run's weights: of a step, or its newest. hf/ has those of the last step once the run is finished."""
-    from titan_rl.record.checkpoints import Checkpoints
+    from titan_rl.record.checkpoints import FOLDER, Checkpoints
 
-    hf, folder = hf_folder(run / "hf"), run / config.checkpoint.folder
+    hf, folder = hf_folder(run / "hf"), run / FOLDER
     steps = Checkpoints((folder,)).whole_steps()
     if step is not None:
         cold = Checkpoints((folder / "cold_start",)).whole_steps()

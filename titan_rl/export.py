@@ -20,7 +20,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
-from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.checkpoints import FOLDER, Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
 from titan_rl.train.hf_folder import new_folder, write_assets
@@ -107,7 +107,7 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Sou
         raise ExportRefused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
     try:
         config = config_file.load_of_run(run)
-        name, folder = _checkpoint(run / config.checkpoint.folder, step, critic)
+        name, folder = _checkpoint(run / FOLDER, step, critic)
         policy = policy_of(config, scratch / "model")
         if critic:
             policy = replace(policy, shape=policy.shape.with_value_head())

@@ -12,6 +12,7 @@ from titan_rl.actors.titan.model import FrozenWeights, TitanModel, local, shared
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.record.checkpoints import FOLDER
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
@@ -55,7 +56,7 @@ class RoleModel(TitanModel):
         """Begin a phase on the current weights (at=0), or resume it from a checkpoint's step or from a snapshot."""
         self.close()
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
-        folder = self.config.checkpoint.folder + inner
+        folder = FOLDER + inner
         schedule = schedule_of(self.role, self.config, name)
         self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at), name
         return self._phase.state

@@ -26,7 +26,6 @@ WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as l
     "eval.size": 0,
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
-    "metrics.timeline": "false",
 }
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},

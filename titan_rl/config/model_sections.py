@@ -172,8 +172,6 @@ class OverrideSection:
 class CheckpointSection:
     enable: bool = True
     """Write checkpoints. Without them a run cannot be resumed."""
-    folder: str = "checkpoint"
-    """Checkpoint folder, relative to job.dump_folder."""
     interval: int = bounds(20, ge=1, le=10**9)
     """Training steps between checkpoints. The last step and a clean stop always write one."""
     keep_latest_k: int = bounds(3, ge=0, le=10**9)

@@ -36,6 +36,24 @@ class Renamed(NamedTuple):
 
 
 REMOVED = {
+    "launch.name": Removed("", "the job has the name of job.dump_folder"),
+    "launch.qos": Removed("", 'launch.extra_args = ["--qos=NAME"] passes it on'),
+    "launch.gpus_per_node": Removed(0, "hosts.slots is the number of GPUs of each node"),
+    "launch.retries": Removed(1, "a failed run starts again once"),
+    "launch.requeues": Removed(100, "a job goes back to the queue at most 100 times"),
+    "metrics.save_tb_folder": Removed("tb", "TensorBoard events are in tb/ of job.dump_folder"),
+    "metrics.timeline": Removed(True, "timeline.json is always written"),
+    "profiling.save_traces_folder": Removed("profiling/traces", "traces are in profiling/traces of job.dump_folder"),
+    "profiling.save_memory_snapshot_folder": Removed(
+        "profiling/memory_snapshot", "snapshots are in profiling/memory_snapshot of job.dump_folder"
+    ),
+    "profiling.profiler_warmup": Removed(3, "a trace is recorded after 3 steps of warm-up"),
+    "profiling.profiler_active": Removed(1, "a trace has one step"),
+    "checkpoint.folder": Removed(
+        "checkpoint",
+        "checkpoints are in checkpoint/ of job.dump_folder: rename the run's folder of checkpoints, and delete the key from its config.toml",
+        decides_files=True,
+    ),
     "rollout.pace": Removed(True, "with rollout.max_staleness_steps >= 2 sampling always keeps the trainers' pace"),
     "debug.exact": Removed(
         False,

@@ -31,28 +31,16 @@ class DebugSection:
 class MetricsSection:
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
-    save_tb_folder: str = "tb"
-    """TensorBoard folder, relative to job.dump_folder."""
-    timeline: bool = True
-    """Write timeline.json, the activity of every process, for ui.perfetto.dev or chrome://tracing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingSection:
     enable_profiling: bool = False
     """Write a torch.profiler trace of the trainers every profile_freq steps."""
-    save_traces_folder: str = "profiling/traces"
-    """Folder of the traces, relative to job.dump_folder."""
-    profile_freq: int = bounds(10, ge=1, le=10**9)
-    """Steps of one profiling cycle: idle, warm-up, active."""
-    profiler_warmup: int = bounds(3, ge=0, le=10**6)
-    """Steps that run under the profiler before it records."""
-    profiler_active: int = bounds(1, ge=1, le=10**6)
-    """Steps that a trace records."""
+    profile_freq: int = bounds(10, ge=4, le=10**9)
+    """Steps from one trace to the next. The 3 before a traced one warm the profiler up."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of the allocator's history every profile_freq steps (GPU), for pytorch.org/memory_viz."""
-    save_memory_snapshot_folder: str = "profiling/memory_snapshot"
-    """Folder of the snapshots, relative to job.dump_folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,11 @@ from titan_rl.preflight.checks.hosts import stop_seconds
 
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
 
+RETRIES = 1
+"""Starts of a job after its run has failed (exit code 1)."""
+REQUEUES = 100
+"""Returns of a Slurm job to the queue after it was asked to stop before its time limit."""
+
 WAIT = """\
 while :; do
     interrupted=
@@ -41,7 +46,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.config.launch.name or self.folder.name
+        return self.folder.name
 
     @property
     def nodes(self) -> int:

@@ -1,6 +1,5 @@
 """Checks of what a scheduler needs to take a run, besides the checks of every run."""
 
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -12,12 +11,11 @@ from titan_rl.preflight.checks.hosts import MOUNT
 
 Scheduler = Literal["slurm", "kubernetes"]
 PROGRAMS = ("sbatch", "squeue", "scontrol")
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")  # Kubernetes adds a dash and a number, of 63 characters
 CLAIMED = ("pvc/", "secret/")
 
 
 def gpus_of_node(config: Config) -> int:
-    return config.launch.gpus_per_node or (config.hosts.slots if config.hosts.device != "cpu" else 0)
+    return config.hosts.slots if config.hosts.device != "cpu" else 0
 
 
 def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[str]:
@@ -25,7 +23,7 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
     if prints and config.job.fresh:
         yield "job.fresh: expected false with --print, which moves no folder, found true"
     if config.hosts.device == "cuda" and not gpus_of_node(config):
-        yield 'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0'
+        yield 'hosts.slots: expected the GPUs of each node with hosts.device = "cuda", found 0'
     if on == "slurm":
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing and not prints:
@@ -41,9 +39,6 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
         yield "launch.image: expected a container image with --on kubernetes, found none"
     if config.job.fresh:
         yield "job.fresh: expected false with --on kubernetes: pods that start again would start over, found true"
-    if launch.name and not NAME.fullmatch(launch.name):
-        expected = "lowercase letters, digits and dashes, at most 52,"
-        yield f"launch.name: expected {expected} with --on kubernetes, found {as_toml(launch.name)}"
     targets = [mount.split(":")[1] for mount in launch.mounts if MOUNT.fullmatch(mount)]
     folder = PurePosixPath(config.job.dump_folder)
     if not any(folder.is_relative_to(target) for target in targets):

@@ -66,7 +66,6 @@ VALUES: dict[str, Any] = {
     "hosts.gpu_memory_gb": 0.0,
     "hosts.memory_gb": 0.0,
     "hosts.link_gbps": 0.0,
-    "launch.gpus_per_node": 0,
 }
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.checkpoints import FOLDER, Checkpoints
 from titan_rl.record.ledger import NAME, bounds_of, digest, read_checksum
 from titan_rl.record.lines import fields, invalid, objects
 from titan_rl.record.run_history import METRIC, METRICS, ROLLOUTS, SUMMARY, History, Life
@@ -327,7 +327,7 @@ def checkpoints_saved(history: History) -> Iterator[str]:
         return
     for step in Checkpoints.of(history.folder, history.config).whole_steps():
         if step not in history.saved:
-            yield f"{history.config.checkpoint.folder}/step-{step} is whole, but the ledger never saved step {step}"
+            yield f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}"
     for step, trained in history.steps.items():
         interval = (history.bounds(trained.start) or {}).get("checkpoint.interval", 0)
         if interval and step % interval == 0 and step < history.last and not trained.saved:
