@@ -36,7 +36,7 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
-from titan_rl.tasks.judging import grader_rubric, training_rubric
+from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
@@ -307,7 +307,7 @@ class Controller:
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
-            judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
+            judge = self.setup.judges.judge(training_rubric(config.task), REWARD_ATTEMPTS)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         grader = grader_rubric(config.task)
@@ -318,10 +318,8 @@ class Controller:
             seed=config.debug.seed,
             first=start + 1,
             groups=(config.training.steps - start) * config.rollout.groups_per_step,
-            reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
             driver=self.meshes.environments,
-            driver_attempts=config.fault.environment_attempts,
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),
             warn=self.run.terminal.warn,
             grade=grader and self.setup.judges.judge(grader),

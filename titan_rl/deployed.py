@@ -104,7 +104,8 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     """Choose a run's weights: of a step, or its newest. hf/ has those of the last step once the run is finished."""
-    from titan_rl.record.checkpoints import FOLDER, Checkpoints
+    from titan_rl.record.checkpoints import Checkpoints
+    from titan_rl.wire.checkpoint_sums import FOLDER
 
     hf, folder = hf_folder(run / "hf"), run / FOLDER
     steps = Checkpoints((folder,)).whole_steps()

@@ -26,6 +26,7 @@ from titan_rl.deployed import (
     refuse_sets,
     setup_of,
 )
+from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
                 generators,
                 setup.tokenizer.decode,
                 limits=SessionLimits.of(config, played=environments is not None),
-                attempts=config.fault.environment_attempts,
+                attempts=DRIVER_ATTEMPTS,
             )
             for each in problems:
                 with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):

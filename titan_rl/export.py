@@ -20,11 +20,11 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
-from titan_rl.record.checkpoints import FOLDER, Checkpoints
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
 from titan_rl.train.hf_folder import new_folder, write_assets
-from titan_rl.wire.checkpoint_sums import damage
+from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 from titan_rl.wire.seeds import derive
 

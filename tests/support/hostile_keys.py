@@ -59,7 +59,6 @@ FLAGS: list[tuple[str, str]] = [
     ("--fault.detect_seconds 0", "fault.detect_seconds: expected"),
     ("--fault.hang_seconds 1e-9", "fault.hang_seconds: expected"),
     ("--fault.hang_seconds inf", "fault.hang_seconds: expected"),
-    ("--fault.straggler_factor 1", "fault.straggler_factor: expected"),
     (f"--training.steps {'9' * 40}", "training.steps: expected"),
     (f"--training.steps {'9' * 5000}", "training.steps: expected an integer"),
     ("--training.steps ''", "training.steps: expected"),

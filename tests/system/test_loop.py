@@ -3,7 +3,6 @@
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,22 +55,6 @@ def test_resuming_on_another_mesh(runs: Runs, whole: RunFiles, tmp_path: Path) -
     )
     assert [line["step"] for line in resumed.lines("metrics.jsonl")] == [7, 8]
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
-
-
-def test_shared_prompts_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {
-        "cold_start__steps": 0,
-        "training__steps": 1,
-        "training__local_batch_size": 1,
-        "eval__interval": 0,
-    }
-    shared = runs.finish(tmp_path / "shared", **keys)
-    plain = runs.finish(tmp_path / "plain", **keys, training__share_prompts=False)
-    assert sampled(shared) == sampled(plain)
-    assert losses(shared) == pytest.approx(losses(plain), abs=1e-6)
-    (saved,), (none,) = ([line["tokens/shared"] for line in run.lines("metrics.jsonl")] for run in (shared, plain))
-    assert saved > 0.1
-    assert none == 0
 
 
 def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:

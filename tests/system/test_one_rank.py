@@ -13,7 +13,7 @@ part = SnapshotPart(f"/proc/{os.getpid()}/fd/{os.memfd_create('part')}", 1)
 other = replace(
     config,
     optimizer=c.OptimizerSection(
-        name="Adam", lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, implementation="foreach"
+        lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1
     ),
     lr_scheduler=c.LRSchedulerSection(warmup_steps=0, decay_ratio=1.0, decay_type="cosine", min_lr_factor=0.1),
     critic=c.CriticSection(lr=1e-3),

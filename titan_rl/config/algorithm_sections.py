@@ -98,13 +98,9 @@ class TaskSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
     solved_visits: int = bounds(0, ge=0, le=10**6)
-    """A prompt drops out when it was solved at its last N visits (docs/data.md). 0: none drops out."""
-    solved_rate: float = bounds(1.0, gt=0, le=1)
-    """Lowest share of correct answers with which a visit counts as solved."""
+    """A prompt drops out when all answers were correct at its last N visits (docs/data.md). 0: none drops out."""
     hopeless_wait: int = bounds(0, ge=0, le=10**6)
-    """Number of its turns for which a prompt waits after a hopeless visit. 0: none waits."""
-    hopeless_rate: float = bounds(0.0, ge=0, lt=1)
-    """Highest share of correct answers with which a visit counts as hopeless."""
+    """Number of its turns for which a prompt waits after a visit without a correct answer. 0: none waits."""
     correct_at: float = bounds(1.0, ge=0, le=1e6)
     """Lowest reward of an answer that counts as correct."""
 
@@ -236,9 +232,7 @@ class AlgorithmSection:
     """Exclude truncated rollouts from training."""
     overlong_buffer: int = bounds(0, ge=0, le=2**20)
     """Soft overlong punishment: number of tokens before rollout.max_new_tokens over which the penalty grows from 0 to
-    overlong_penalty. 0: off."""
-    overlong_penalty: float = bounds(1.0, ge=0, le=1e6)
-    """Reward subtracted from a rollout of maximum length."""
+    1. 0: off."""
     max_dead_steps: int = bounds(20, ge=0, le=10**9)
     """Stop after this many consecutive steps without any learning signal. 0: never stop."""
     beta: float = bounds(0.1, gt=0, le=1e6)
@@ -277,10 +271,8 @@ class AlgorithmSection:
 class RoleSection:
     """A model besides the policy, on its own mesh or in the trainer's processes."""
 
-    data_parallel_replicate_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """Number of replicas on its own mesh (HSDP)."""
     data_parallel_shard_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """FSDP2 sharding degree on its own mesh."""
+    """Number of ranks that its weights are sharded over (FSDP2), on its own mesh."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on its own mesh."""
 
@@ -302,8 +294,6 @@ class CriticSection(RoleSection):
     """Peak learning rate of the critic. ppo requires a value above 0."""
     warmup_steps: int = bounds(0, ge=0, le=10**9)
     """Steps of linear warm-up of the critic's rate."""
-    value_clip: float = bounds(0.2, ge=0, le=1e6)
-    """Maximum change of a value within one step. 0: no clipping."""
     hf_assets_path: str = ""
     """Hugging Face folder to start from, such as a reward model. Empty: the policy at the start of RL, with a new
     head."""

@@ -64,9 +64,6 @@ class TrainingSection:
     local_batch_size: int = bounds(0, ge=0, le=2**12)
     """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
     many as fit by estimate, on a CPU as many as keep its caches warm."""
-    share_prompts: bool = True
-    """Compute once what samples in a row have in common: a prompt, and all of an answer that several samples gave.
-    Losses and gradients are the same, to rounding."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
@@ -74,21 +71,15 @@ class TrainingSection:
     mixed_precision_param: DtypeChoice = "auto"
     """Dtype of forward and backward (FSDP2 mixed precision). "auto": float32 on a CPU; on a GPU generator.dtype, or
     bfloat16 if that is "auto" too."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
     gradient_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Add up gradients over the mesh once per "update", for which ranks keep them unsharded (4 bytes per parameter /
     tensor_parallel_degree), or after each "microbatch". "auto": per update if it fits the GPU."""
-    gc_freq: int = bounds(50, ge=1, le=10**9)
-    """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer class."""
     lr: float = bounds(1e-5, gt=0, le=10)
     """Peak learning rate."""
     beta1: float = bounds(0.9, ge=0, lt=1)
@@ -99,8 +90,6 @@ class OptimizerSection:
     """Adam's epsilon."""
     weight_decay: float = bounds(0.0, ge=0, le=100)
     """Decoupled weight decay."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Torch implementation of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +115,6 @@ class ParallelismSection:
     expert_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Number of ranks that the experts of a layer are dealt to, among those of data_parallel_shard_degree x
     tensor_parallel_degree. Tokens travel to them and back. 1: every rank computes all experts."""
-    enable_sequence_parallel: bool = True
-    """Use sequence parallelism within tensor parallelism."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default. On a CPU with
-    room for all ranks' copies, the default is after the last backward of an update."""
 
     @property
     def dp(self) -> int:
@@ -189,10 +173,6 @@ class ColdStartSection:
     """Examples per supervised step."""
     lr: float = bounds(1e-3, gt=0, le=10)
     """Peak learning rate of the supervised steps."""
-    warmup_steps: int = bounds(20, ge=0, le=10**9)
-    """Steps of linear warm-up of the supervised rate."""
-    decay_ratio: float = bounds(0.0, ge=0, le=1)
-    """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
     stop_at: float = bounds(0.0, ge=0, le=1)
     """End early once the score on eval.size training problems, drawn by the seed, reaches this. 0: take all steps."""
     stop_temperature: float = bounds(0.0, ge=0, le=2)
@@ -200,5 +180,3 @@ class ColdStartSection:
     the demonstrations: a greedy score jumps as the share of the choice passes one half."""
     stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
-    interval: int = bounds(500, ge=1, le=10**9)
-    """Supervised steps between checkpoints. The last step always writes one."""

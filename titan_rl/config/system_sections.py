@@ -61,10 +61,8 @@ class FaultSection:
     """Replace a generator rank that shows no progress, or an environment process that is silent, for this long. Keep it
     above the longest engine step. Until an engine has its first weights, comm.init_timeout_seconds applies instead."""
     max_restarts: int = bounds(3, ge=0, le=10**6)
-    """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
+    """Maximum respawns of one role within 10 minutes. The next failure ends the run, which can be resumed.
     0 disables respawning."""
-    restart_window_seconds: float = bounds(600.0, gt=0, le=MOST_SECONDS)
-    """Length of the window in which max_restarts counts."""
     min_replicas: int = bounds(1, ge=1, le=MOST_RANKS)
     """Minimum generator replicas. The run continues with fewer replicas when some cannot be replaced, down to this
     number."""
@@ -74,24 +72,11 @@ class FaultSection:
     snapshot_interval: int = bounds(5, ge=0, le=10**9)
     """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
     checkpoints."""
-    snapshot_gbps: float = bounds(0.0, ge=0, le=10**6)
-    """Most gigabits per second that a host reads of other hosts' snapshots, to keep its copies of them. 0: as many as
-    the link gives."""
-    reward_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
-    prompt."""
-    environment_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts at a rollout whose environment process dies and whose turns cannot be replayed, because the environment
-    then asks something else. Each begins from the start, with the same seeds."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
     """Time to stop in after SIGINT, SIGTERM or SIGHUP. The current step is finished and saved if there is time for
     both; otherwise the step before it is saved. Keep it a few seconds below what a scheduler waits before it kills."""
-    straggler_factor: float = bounds(2.0, gt=1, le=1e6)
-    """Report a replica or rank as a straggler when it takes this many times its peers' median."""
-    straggler_steps: int = bounds(5, ge=0, le=10**9)
-    """Consecutive slow steps before a straggler is reported. 0: never report."""
     max_bad_steps: int = bounds(3, ge=0, le=10**9)
     """Consecutive steps with a non-finite gradient, whose updates are skipped, before on_bad_steps applies. 0:
     never."""
@@ -193,8 +178,6 @@ class WeightSyncSection:
     transport: Literal["auto", "shm", "rdma"] = "auto"
     """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": "shm" when all processes
     share a host."""
-    slice_mb: int = bounds(8, ge=1, le=64)
-    """Size of one RDMA read. 4 to 8 measured best over Monarch's TCP fallback."""
     block_kb: int = bounds(1024, ge=1, le=65536)
     """Size of a block, the unit of checksums. They are computed right after packing, so a block should fit in a core's
     cache."""

@@ -115,7 +115,7 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     shards = p.data_parallel_shard_degree * p.tensor_parallel_degree
     holds = f"frozen weights {size(weights // shards)} per rank"
     if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
-        holds = f"weights, gradients, {config.optimizer.name}: {size(4 * weights // shards)} per rank"
+        holds = f"weights, gradients, AdamW: {size(4 * weights // shards)} per rank"
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
     if name in ("trainer", "critic") and config.fault.snapshot_interval:

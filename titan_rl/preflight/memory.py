@@ -186,10 +186,8 @@ def tokens(config: Config) -> int:
 
 def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
     """Return the weights in the compute dtype that FSDP2 has gathered at once: the block at work, the next one, and the
-    last group (norm and head), which TorchTitan keeps; or all of them."""
+    last group (norm and head), which TorchTitan keeps."""
     each = BYTES[config.training.mixed_precision_param]
-    if p.fsdp_reshard_after_forward == "never":
-        return MemoryPart(sharded.whole * each, f"all {count(sharded.whole)} x {each}")
     formula = f"(2 blocks of {count(sharded.block)} + the head's {count(sharded.last)}) x {each}"
     return MemoryPart((2 * sharded.block + sharded.last) * each, formula)
 
@@ -198,7 +196,7 @@ def unreduced(config: Config, sharded: ShardedModel) -> MemoryPart:
     """Return a rank's gradients before they are reduced: of all parameters, or of one FSDP2 group, as computed and as
     they are reduced."""
     t = config.training
-    reduced = BYTES[t.mixed_precision_reduce]
+    reduced = BYTES["float32"]
     if t.gradient_sync == "update":
         return MemoryPart(sharded.whole * reduced, f"all {count(sharded.whole)} x {reduced}, kept until the update")
     group, computed = max(sharded.block, sharded.last), BYTES[t.mixed_precision_param]
@@ -218,7 +216,7 @@ def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> Mem
 def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
     """Return the bytes that one block keeps per token: what its operations save for their backward, less weights."""
     each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
-    stream = shape.dim * each // (tp if p.enable_sequence_parallel else 1)  # one tensor of the residual stream
+    stream = shape.dim * each // tp  # one tensor of the residual stream
     queries, keys = (heads * shape.head_dim * each // tp for heads in (shape.n_heads, shape.n_kv_heads))
     wide = shape.hidden_dim * each // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
@@ -265,7 +263,7 @@ def head(config: Config, shape: ModelShape) -> MemoryPart:
     """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
     compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    targets = tokens(config) * (MOST_TARGETS if config.training.share_prompts else 1)
+    targets = tokens(config) * MOST_TARGETS
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
         kept = targets * shape.vocab_size // 8 if config.rollout.truncates else 0

@@ -15,7 +15,7 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import Example
-from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
+from titan_rl.tasks.judging import REWARD_ATTEMPTS, RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.procedural import Problems as EndlessProblems
 from titan_rl.tasks.procedural import Unfit
@@ -90,8 +90,7 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        attempts = config.fault.reward_attempts
-        return Problems(prompts, judge, policy.sampling, attempts=attempts, parallel=judges.parallel)
+        return Problems(prompts, judge, policy.sampling, attempts=REWARD_ATTEMPTS, parallel=judges.parallel)
 
     heldout = problems(task.heldout)
 

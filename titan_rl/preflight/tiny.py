@@ -25,7 +25,7 @@ from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a model of at most so many is not shrunk
-DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree")
 MODEL_KEYS = (
     *("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"),
     *("experts", "experts_per_token"),
@@ -37,6 +37,7 @@ AT_MOST: dict[str, int] = {
         for section in ("parallelism", "reference", "critic", "reward_model", "teacher")
         for key in DEGREES
     },
+    "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.expert_parallel_degree": 2,
     "cold_start.steps": 20,
     "cold_start.batch_size": 16,

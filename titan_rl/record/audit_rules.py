@@ -15,10 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.record.checkpoints import FOLDER, Checkpoints
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.ledger import NAME, bounds_of, digest, read_checksum
 from titan_rl.record.lines import fields, invalid, objects
 from titan_rl.record.run_history import METRIC, METRICS, ROLLOUTS, SUMMARY, History, Life
+from titan_rl.wire.checkpoint_sums import FOLDER
 
 ROLLOUT = fields(
     "step prompt_id group sample",

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.sections import Config
-from titan_rl.wire.checkpoint_sums import METADATA, SUMS, damage
+from titan_rl.wire.checkpoint_sums import FOLDER, METADATA, SUMS, damage
 from titan_rl.wire.types import PhaseName
-
-FOLDER = "checkpoint"  # in the dump folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import Self
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import Play, Player
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Play, Player
 from titan_rl.rollout.session import SessionLimits
+from titan_rl.tasks.judging import REWARD_ATTEMPTS
 from titan_rl.tasks.rubric import GRADER
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
@@ -64,7 +65,7 @@ class RewardFailed(GroupFailed):
     """A judge had no rewards for a group, on any attempt."""
 
     what = "the reward failed on prompt"
-    remedy = "Fix the function of task.reward, or raise fault.reward_attempts if it fails at random."
+    remedy = "Fix the function of task.reward, or retry in it what fails at random."
 
 
 class SamplingFailed(GroupFailed):
@@ -98,10 +99,10 @@ class StreamSettings:
     seed: int
     first: int  # the step that trains the first group
     groups: int  # number of groups that the rest of the run trains on
-    reward_attempts: int = 2
+    reward_attempts: int = REWARD_ATTEMPTS
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
     driver: Driver | None = None  # none: a rollout is one answer
-    driver_attempts: int = 2  # of one whose process is lost
+    driver_attempts: int = DRIVER_ATTEMPTS
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
@@ -291,8 +292,7 @@ class GroupSampler:
         algorithm, longest = self._settings.algorithm, self._settings.sampling.max_new_tokens
         turns = rollout.turns if algorithm.overlong_buffer else ()
         length = max((len(turn.completion.tokens) for turn in turns), default=0)
-        punishment = soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
-        return -algorithm.overlong_penalty * punishment
+        return -soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
 
 
 def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None, penalty: float) -> Rollout:

@@ -160,7 +160,7 @@ async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, 
     if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
         return Snapshots(trainers, critic, incidents.note)
     ends = keepers.Keepers(meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
-    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
+    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note)
     with terminal.phase("snapshots: keepers"):
         copies, how = await snapshots.start()
     terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")

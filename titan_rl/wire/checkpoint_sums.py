@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+FOLDER = "checkpoint"
+"""Folder of a run's checkpoints, in its dump folder."""
 METADATA = ".metadata"
 SUMS = "checksums.json"
 ALGORITHM = "xxh3_128"  # 26 GB/s on a core; crc32 6, sha256 2. Reading the disk is slower than all of them

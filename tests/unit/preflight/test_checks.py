@@ -130,7 +130,6 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
     [
         "[generator]\ntensor_parallel_degree = 4",  # twice as many ranks as kv heads: each kv head on two of them
         "[model]\nn_kv_heads = 4\n[generator]\ntensor_parallel_degree = 2",
-        "[training]\nseq_len = 255\n[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = false",
         "[training]\nseq_len = 71",
         "[generator]\nmax_model_len = 71\nkv_cache_memory_mb = 1",
         '[model]\nname = "qwen3"\nhead_dim = 64',

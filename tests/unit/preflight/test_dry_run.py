@@ -177,8 +177,8 @@ def test_a_resumed_run_says_which_keys_are_no_longer_the_same(
     assert "resume from RL step 3" in said()
     assert "changed" not in said()
     lr = load(find("grpo_llama")).optimizer.lr
-    said_so = said("--optimizer.lr=0.123", "--optimizer.name=Adam", "--job.description=other")
-    assert f'changed optimizer.name = "Adam" (was "AdamW"), optimizer.lr = 0.123 (was {lr}) ' in said_so
+    said_so = said("--optimizer.lr=0.123", "--optimizer.beta1=0.5", "--job.description=other")
+    assert f"changed optimizer.lr = 0.123 (was {lr}), optimizer.beta1 = 0.5 (was 0.9) " in said_so
     assert "changed" not in said("--optimizer.lr=0.123", "--job.fresh")
     (dump / "config.toml").write_text("[no_such_section]")
     assert "changed" not in said("--optimizer.lr=0.123")

@@ -245,14 +245,14 @@ async def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: Text
     """Three of at most four tokens, a buffer of two: half of the penalty."""
 
     echo = Echo([0], length=3)
-    how = {"overlong_buffer": 2, "overlong_penalty": 0.25}
+    how = {"overlong_buffer": 2}
     rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text, messages: 1.0), **how)
     async with aclosing(rollouts):
         rollouts.admit(1)
         (group,) = await rollouts.take(1, 1)
     assert group.rewards == [1.0] * 3
-    assert [r.penalty for r in group.rollouts] == [0.125] * 3
-    assert [rollout.signal for rollout in group.rollouts] == [0.875] * 3
+    assert [r.penalty for r in group.rollouts] == [0.5] * 3
+    assert [rollout.signal for rollout in group.rollouts] == [0.5] * 3
 
 
 async def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextTokenizer) -> None:

@@ -57,10 +57,10 @@ def test_a_hopeless_prompt_waits_for_its_turns() -> None:
     assert counts(found.metrics) == (3, 0, 0)
 
 
-def test_pass_rates_are_the_users() -> None:
-    chosen = CurriculumSection(solved_visits=1, hopeless_wait=1, solved_rate=0.5, hopeless_rate=0.25, correct_at=2.0)
+def test_what_counts_as_correct_is_the_users() -> None:
+    chosen = CurriculumSection(solved_visits=1, hopeless_wait=1, correct_at=2.0)
     found = Curriculum(chosen, 9)
-    for index, rewards in enumerate(([2, 3, 0, 0], [2, 0, 0, 0], [2, 2, 0, 0, 0], [math.nan, 2.0], [math.nan])):
+    for index, rewards in enumerate(([2, 3], [1, 1], [2, 1], [math.nan, 2.0], [math.nan])):
         found.visited(index, rewards)
     assert [found.passes_over(index) for index in range(5)] == [True, True, False, True, False]
 

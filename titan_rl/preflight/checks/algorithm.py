@@ -24,9 +24,6 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if curriculum.on and a.kind != "rl":
         key = "solved_visits" if curriculum.solved_visits else "hopeless_wait"
         yield wrong(f"curriculum.{key}", f'0, because algorithm.name = "{a.name}" samples no answers')
-    if curriculum.hopeless_rate >= curriculum.solved_rate:
-        most = f"a value below curriculum.solved_rate = {curriculum.solved_rate:g}"
-        yield wrong("curriculum.hopeless_rate", most)
     if a.kind == "reward" and config.cold_start.steps:
         yield wrong("cold_start.steps", "0, because a reward model generates no answers")
     if a.kind != "rl":
@@ -56,7 +53,7 @@ def check_algorithm(config: Config) -> Iterator[str]:
             yield wrong("algorithm.credit", f'"outcome", {because} uses no rewards')
         if a.kl_coef and a.kl_in == "reward":
             yield wrong("algorithm.kl_in", f'"loss", {because} uses no rewards')
-        if a.overlong_buffer and a.overlong_penalty:
+        if a.overlong_buffer:
             yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")

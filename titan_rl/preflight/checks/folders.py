@@ -11,9 +11,9 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, EarlierRun, as_toml, load_of_run
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.record.checkpoints import FOLDER as CHECKPOINTS
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_log import TENSORBOARD
+from titan_rl.wire.checkpoint_sums import FOLDER as CHECKPOINTS
 from titan_rl.wire.model_shape import ModelShape
 
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")

@@ -57,7 +57,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             if getattr(own, size) % tp:
                 yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
         yield from _check_experts(mesh, p, own)
-        if (p.enable_sequence_parallel or p.expert_parallel_degree > 1) and seq_len % tp:
+        if seq_len % tp:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
