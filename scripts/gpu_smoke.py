@@ -45,7 +45,6 @@ CUDA = {
     "training.mixed_precision_param": "bfloat16",
     "generator.dtype": "bfloat16",
     "generator.kv_cache_memory_mb": 1024,
-    "generator.block_size": 16,
     "generator.enforce_eager": "false",
 }
 FLOAT32 = {"training.mixed_precision_param": "float32", "generator.dtype": "float32"}

@@ -13,6 +13,8 @@ BATCHED_TOKENS = 8192
 """Tokens of one engine step on a GPU, at least: prompts are computed in few large steps."""
 RECOMPUTED_FROM = 2048
 """Tokens of a row from which on blocks are recomputed on a GPU: the memory then holds larger microbatches."""
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+"""Tokens of a block of the KV cache, the unit of prefix caching. vLLM takes multiples of 32 on a CPU."""
 CPU_CACHE_MB = 256
 """Size of the KV cache of an engine on a CPU: vLLM measures the memory of GPUs only."""
 

@@ -15,8 +15,6 @@ class ModelSection:
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
-    flavor: str = ""
-    """TorchTitan flavor ("debugmodel", "8B", ...) to use instead of the dimensions below."""
     dim: int = bounds(128, ge=1, le=2**17)
     """Hidden size."""
     n_layers: int = bounds(4, ge=1, le=1000)
@@ -35,12 +33,6 @@ class ModelSection:
     """Experts that compute each token, in a mixture of experts (qwen3_moe)."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
-    max_seq_len: int = bounds(2048, ge=1, le=2**20)
-    """Context length written to the model's config.json."""
-    rope_theta: float = bounds(10000.0, ge=1, le=1e12)
-    """Base of the rotary position embedding (RoPE)."""
-    norm_eps: float = bounds(1e-6, ge=1e-20, le=1)
-    """Epsilon of RMSNorm."""
     enable_weight_tying: bool = False
     """Share one weight between the embedding and the output head."""
     initializer_range: float = bounds(0.02, ge=0, le=10)

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    default: Any
+    default: Any  # a tuple: any of these
     advice: str
     decides_files: bool = False
 
     def is_default(self, value: Any) -> bool:
         """Compare with a value of a TOML file, or with a flag's text."""
+        if isinstance(self.default, tuple):
+            return any(self._replace(default=each).is_default(value) for each in self.default)
         if isinstance(self.default, str):
             return value == self.default
         if isinstance(self.default, bool):
@@ -36,6 +38,12 @@ class Renamed(NamedTuple):
 
 
 REMOVED = {
+    "model.flavor": Removed("", "set model.hf_assets_path, or model.dim and its siblings", decides_files=True),
+    "model.max_seq_len": Removed(2048, "a model without model.hf_assets_path takes rows of at most 32,768 tokens"),
+    "model.rope_theta": Removed(10000.0, "a model without model.hf_assets_path has 10,000", decides_files=True),
+    "model.norm_eps": Removed(1e-06, "a model without model.hf_assets_path has 1e-6", decides_files=True),
+    "generator.block_size": Removed((16, 32), "a block of the KV cache has 32 tokens on a CPU, 16 on a GPU"),
+    "generator.enable_prefix_caching": Removed(True, "samples of a group always share the KV cache of their prompt"),
     "curriculum.solved_rate": Removed(1.0, "a visit counts as solved if all answers are correct"),
     "curriculum.hopeless_rate": Removed(0.0, "a visit counts as hopeless if no answer is correct"),
     "algorithm.overlong_penalty": Removed(1.0, "a rollout of maximum length loses 1; scale the rewards instead"),

@@ -106,10 +106,6 @@ class GeneratorSection:
     vLLM's measurement, or with placement.kind = "colocated" by the plan's estimate."""
     gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
     """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU."""
-    block_size: int = bounds(32, ge=1, le=1024)
-    """Tokens per KV-cache block, the unit of prefix caching."""
-    enable_prefix_caching: bool = True
-    """Share the KV cache of the prompt between the samples of a group."""
     enforce_eager: Switch = "auto"
     """Run vLLM without CUDA graphs. "auto": false on a GPU, true on a CPU."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
-from titan_rl.config.auto import resolved
+from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
@@ -426,9 +426,10 @@ def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom |
     if not nbytes:
         return None
     samples = in_flight(config) if config.algorithm.kind == "rl" else config.eval.size or 1
-    block = g.block_size * cache_bytes_per_token(config, shape)
+    size = BLOCK_TOKENS["cuda" if gpu_bytes else "cpu"]
+    block = size * cache_bytes_per_token(config, shape)
     wanted = min(g.max_num_seqs, math.ceil(samples / g.replicas))
-    return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, g.block_size, wanted)
+    return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, size, wanted)
 
 
 @dataclass(frozen=True, slots=True)

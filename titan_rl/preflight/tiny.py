@@ -27,7 +27,7 @@ from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 TINY_PARAMETERS = 10**7  # a model of at most so many is not shrunk
 DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree")
 MODEL_KEYS = (
-    *("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"),
+    *("dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"),
     *("experts", "experts_per_token"),
 )
 HOSTS = 2  # of several
@@ -58,7 +58,6 @@ VALUES: dict[str, Any] = {
     "algorithm.max_dead_steps": 0,  # a random model earns no reward
     "generator.max_model_len": 0,
     "generator.kv_cache_memory_mb": 64,
-    "generator.block_size": 32,
     "generator.enforce_eager": True,
     "training.enable_cpu_offload": False,
     "profiling.enable_memory_snapshot": False,
@@ -107,8 +106,6 @@ def _model(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(model: ModelSection) -> float:
-    if model.flavor:  # asking TorchTitan takes seconds
-        return math.inf
     try:
         return shape_of(model).parameters
     except (ValueError, ZeroDivisionError):
