@@ -87,12 +87,9 @@ class TaskSection:
     thinking: Literal["keep", "template"] = "keep"
     """Thinking of earlier turns: "keep" it as sampled, or strip it where the chat "template" does. That begins a branch
     of the rollout."""
-    on_unfit_rows: Literal["refuse", "drop"] = "refuse"
-    """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
-    has no tokens: "refuse" to start, or "drop" them and print how many."""
-    skip_bad_rows: bool = False
-    """Leave out rows that are no JSON objects, or lack a usable prompt or answer, and print how many. False: refuse to
-    start."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """Rows that cannot be read, lack a usable prompt or answer, or are too long for training.seq_len and
+    generator.max_model_len: "refuse" to start, or "drop" them and print how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ OWN = ("name", "path_key", "skip_bad_rows")
 
 def source_of(task: TaskSection, path: str, path_key: str) -> DataSource:
     """Return files that are read with the keys of [task]."""
-    return DataSource(path=path, path_key=path_key, skip_bad_rows=task.skip_bad_rows, **_inherited(task))
+    return DataSource(path=path, path_key=path_key, skip_bad_rows=task.bad_rows == "drop", **_inherited(task))
 
 
 def data_sources(task: TaskSection) -> list[DataSource]:
@@ -49,7 +49,7 @@ def data_sources(task: TaskSection) -> list[DataSource]:
     found = []
     for name, table in task.sources.items():
         given = {**_inherited(task), **_as_floats(table)}
-        own = {"name": name, "path_key": f"task.sources.{name}.path", "skip_bad_rows": task.skip_bad_rows}
+        own = {"name": name, "path_key": f"task.sources.{name}.path", "skip_bad_rows": task.bad_rows == "drop"}
         found.append(DataSource(**given, **own))
     return found
 

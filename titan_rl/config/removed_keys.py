@@ -32,7 +32,7 @@ class Renamed(NamedTuple):
 
     section: str
     names: tuple[str, ...]
-    like: str  # the key of the section that has its type and range
+    like: str  # a key of its type and range
     becomes: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
     """Returns the values of the new keys, from the old one's value and the section's values so far."""
 
@@ -106,7 +106,13 @@ def _window(value: int, rollout: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_staleness_steps": lag + value, "overtake_steps": value}
 
 
+def _skipped(value: bool, task: Mapping[str, Any]) -> dict[str, Any]:
+    return {"bad_rows": "drop"} if value else {}
+
+
 RENAMED = {
-    "rollout.lag": Renamed("rollout", ("max_staleness_steps",), "max_staleness_steps", _lag),
-    "rollout.window": Renamed("rollout", ("max_staleness_steps", "overtake_steps"), "overtake_steps", _window),
+    "task.on_unfit_rows": Renamed("task", ("bad_rows",), "task.bad_rows", lambda value, _: {"bad_rows": value}),
+    "task.skip_bad_rows": Renamed("task", ("bad_rows",), "job.fresh", _skipped),
+    "rollout.lag": Renamed("rollout", ("max_staleness_steps",), "rollout.max_staleness_steps", _lag),
+    "rollout.window": Renamed("rollout", ("max_staleness_steps", "overtake_steps"), "rollout.overtake_steps", _window),
 }

@@ -222,11 +222,13 @@ def load(
     def put(section: str, name: str, value: Any, label: str, *, text: bool = False) -> bool:
         """Take a value, or a flag's text. Return False if there is no such key."""
         new, removed = RENAMED.get(f"{section}.{name}"), REMOVED.get(f"{section}.{name}")
-        if key := schema()[section][new.like] if new else schema().get(section, {}).get(name):
+        like, _, of = (new.like if new else f"{section}.{name}").partition(".")
+        if key := schema().get(like, {}).get(of):
             value = valid(section, name, key, key.parse(value) if text else value, label)
             if value is not None:
-                values[section] |= new.becomes(value, values[section]) if new else {name: value}
-                renamed.update({label: new} if new else {})
+                now = new.becomes(value, values[section]) if new else {name: value}
+                values[section] |= now
+                renamed.update({label: new} if new and now else {})
         elif removed and not removed.is_default(value):
             if not of_run:
                 return False

@@ -161,7 +161,7 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     task, notes = replace(task, curriculum=config.curriculum), [*task.notes]
-    if config.task.on_unfit_rows == "drop":
+    if config.task.bad_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
         kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
@@ -178,7 +178,7 @@ def fitting(
     rows = set_rows(config, chosen)
     dropped += rows.notes(f"eval.sets.{chosen.name}.path")
     examples = rows.examples
-    if config.task.on_unfit_rows == "refuse":  # the checks have measured them
+    if config.task.bad_rows == "refuse":  # the checks have measured them
         return examples
     files = replace(config, task=replace(config.task, name="jsonl"))
     _, unfit = unfit_rows(files, replace(task, train=(), heldout=examples), tokenizer)
@@ -190,7 +190,7 @@ def _dropped(rows: str, examples: Sequence[Example], unfit: Mapping[int, str]) -
     if not unfit:
         return []
     first = first_unfit(examples, unfit)
-    return [f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {rows} are dropped; {first}"]
+    return [f"task.bad_rows: {len(unfit)} of {len(examples)} {rows} are dropped; {first}"]
 
 
 def policy_of(config: Config, own_folder: Path) -> Policy:

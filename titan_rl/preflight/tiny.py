@@ -124,7 +124,7 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
         except FileNotFoundError:
             missing = True
     if not missing:
-        yield "task.on_unfit_rows", "drop"
+        yield "task.bad_rows", "drop"
         return
     yield "task.name", "addition"
     yield from ((f"task.{key}", schema()["task"][key].default) for key in ("path", "eval_path", "sources"))

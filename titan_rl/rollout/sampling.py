@@ -72,7 +72,7 @@ class SamplingFailed(GroupFailed):
     """The engines cannot sample a prompt."""
 
     what = "the engines refused prompt"
-    remedy = 'task.on_unfit_rows = "drop" leaves out rows that do not fit.'
+    remedy = 'task.bad_rows = "drop" leaves out rows that do not fit.'
 
 
 class RolloutsFailed(GroupFailed):

@@ -107,7 +107,7 @@ class PromptSource:
         if found != self._identity:
             raise RunError(
                 f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
-                'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
+                'debug.seed, eval.size, [task] and every row of its file (task.bad_rows = "drop" leaves out rows '
                 "that do not fit and keeps the order), or start from scratch with --job.fresh"
             )
         if "position" in state:

@@ -13,7 +13,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import KEYS, foreign_hint
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, Key, docs, find, load, load_of_run, schema, shipped, to_toml
+from titan_rl.config.toml import ConfigError, EarlierRun, Key, docs, find, load, load_of_run, schema, shipped, to_toml
 
 
 def problems_of(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> list[str]:
@@ -363,6 +363,28 @@ def test_a_name_of_an_earlier_version_is_answered_with_a_note(tmp_path: Path) ->
     ]
     (problem,) = problems_of(tmp_path, "[rollout]\nlag = 2.5")
     assert problem == "run.toml: [rollout] lag: expected an integer >= 0 and <= 2000, found 2.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ('on_unfit_rows = "refuse"\nskip_bad_rows = true', (), "drop"),
+        ('on_unfit_rows = "drop"\nskip_bad_rows = false', (), "drop"),
+        ('on_unfit_rows = "drop"', [("task.on_unfit_rows", "refuse")], "refuse"),
+    ],
+)
+def test_both_keys_of_bad_rows_are_read(
+    tmp_path: Path, text: str, flags: Sequence[tuple[str, str]], expected: str
+) -> None:
+    assert loaded(tmp_path, f"[task]\n{text}\n", *flags).task.bad_rows == expected
+
+
+def test_what_decided_a_runs_files_is_refused_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[model]\nrope_theta = 10000\nmax_seq_len = 4096\n")
+    load_of_run(tmp_path)
+    (tmp_path / "config.toml").write_text("[model]\nrope_theta = 5e5\n")
+    with pytest.raises(EarlierRun, match="rope_theta"):
+        load_of_run(tmp_path)
 
 
 def test_a_removed_key_in_a_runs_folder_has_no_effect(tmp_path: Path) -> None:

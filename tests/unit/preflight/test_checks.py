@@ -51,7 +51,7 @@ def test_the_defaults_run() -> None:
         ),
         ("[generator]\nmax_model_len = 70", "generator.max_model_len: expected at least 71"),
         (
-            "[generator]\nmax_model_len = 65536",
+            "[generator]\nmax_model_len = 65536\nkv_cache_memory_mb = 1024",
             "generator.max_model_len: expected at most the model's max_seq_len = 32768",
         ),
         (
@@ -63,7 +63,7 @@ def test_the_defaults_run() -> None:
             '[task]\ntemplate = "chat"\n[training]\nseq_len = 73\n[eval]\nsize = 0',
             "task '00+00=': expected a prompt of at most 9 tokens (training.seq_len = 73, rollout.max_new_tokens = "
             "64), found 10; raise training.seq_len (or lower rollout.max_new_tokens) by at least 1, or set "
-            'task.on_unfit_rows = "drop" to drop 10000 of 10000 rows',
+            'task.bad_rows = "drop" to drop 10000 of 10000 rows',
         ),
         (
             "[rollout]\ngroup_size = 1",

@@ -193,5 +193,5 @@ def _check_rows(config: Config, label: str, examples: Sequence[Example]) -> Iter
         except BadRows as error:
             yield from error.problems
             return
-        if unfit and (config.task.on_unfit_rows == "refuse" or len(unfit) == len(examples)):
+        if unfit and (config.task.bad_rows == "refuse" or len(unfit) == len(examples)):
             yield f"{label}: {first_unfit(examples, unfit)}{other_unfit(examples, unfit)}"
