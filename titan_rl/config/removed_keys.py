@@ -38,6 +38,12 @@ class Renamed(NamedTuple):
 
 
 REMOVED = {
+    "sandbox.workers": Removed(2, "a process that uses the sandbox runs 2 executions at once; more processes run more"),
+    "sandbox.cpu_seconds": Removed(5, "sandbox.wall_seconds bounds the CPU time of each process too"),
+    "sandbox.processes": Removed(16, "an execution has at most 16 processes and threads"),
+    "sandbox.file_mb": Removed(16, "a file has at most 16 MiB"),
+    "sandbox.disk_mb": Removed(64, "the scratch folder has 64 MiB"),
+    "sandbox.output_kb": Removed(64, "an execution prints at most 64 KiB"),
     "model.flavor": Removed("", "set model.hf_assets_path, or model.dim and its siblings", decides_files=True),
     "model.max_seq_len": Removed(2048, "a model without model.hf_assets_path takes rows of at most 32,768 tokens"),
     "model.rope_theta": Removed(10000.0, "a model without model.hf_assets_path has 10,000", decides_files=True),

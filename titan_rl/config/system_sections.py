@@ -144,24 +144,11 @@ class SandboxSection:
     require: list[str] = field(default_factory=lambda: ["namespaces", "landlock", "seccomp"])
     """Layers that the sandbox has; nothing runs without one of them. Leave out "namespaces" where containers forbid
     them, or "landlock" on old kernels; docs/security.md lists the gaps then."""
-    workers: int = bounds(2, ge=1, le=1024)
-    """Number of executions at the same time in one process that uses the sandbox: an environment, a reward. More of
-    them wait."""
-    cpu_seconds: int = bounds(5, ge=1, le=10**6)
-    """CPU time of each process of an execution."""
     wall_seconds: float = bounds(10.0, ge=0.1, le=10**6)
     """Time of an execution. All its processes are killed then."""
     memory_mb: int = bounds(512, ge=32, le=2**22)
     """Memory of an execution in MiB. A process never gets more; several of them are killed a moment after they have
     it."""
-    processes: int = bounds(16, ge=1, le=10**4)
-    """Processes and threads of an execution at the same time."""
-    file_mb: int = bounds(16, ge=1, le=2**20)
-    """Size of one file in MiB."""
-    disk_mb: int = bounds(64, ge=1, le=2**20)
-    """Size of the scratch folder in MiB. It is in memory, and counts against no other limit."""
-    output_kb: int = bounds(64, ge=1, le=2**16)
-    """Output of an execution in KiB, stdout and stderr together. More of it ends the execution."""
     packages: bool = False
     """Let Python programs import the packages that are installed for the run, such as numpy."""
     cgroup: str = ""
