@@ -40,12 +40,12 @@ class TaskSection:
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
     """Column of the prompt: a string or a list of chat messages. With dots inside a table. If it is the default and the
-    rows have none, those of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
+    rows lack it, the columns of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
     answer_key: str = "answer"
     """Column of the reference answer, such as "reward_model.ground_truth"."""
     demonstration_key: str = ""
-    """Column of a conversation that solves the problem: cold_start and sft train on what its assistant says, and show
-    what others say. Rows without one teach their answer, as all do if this is empty."""
+    """Column of a conversation that solves the problem: cold_start and sft train on the assistant's messages, and show
+    the others. Rows without one teach their answer, as all do if this is empty."""
     chosen_key: str = "chosen"
     """Column of the preferred answer (dpo, ipo, reward_model)."""
     rejected_key: str = "rejected"
@@ -80,7 +80,7 @@ class TaskSection:
     system_prompt: str = ""
     """System message put before the prompt. Requires template = "chat"."""
     chat_template: str = ""
-    """Jinja chat template, or the path of a file with one. Empty: that of model.hf_assets_path."""
+    """Jinja chat template, or the path of a file with one. Empty: the template in model.hf_assets_path."""
     chat_template_kwargs: Table = field(default_factory=dict, hash=False)
     """Variables of the chat template, such as {enable_thinking = false}. date_string pins the date of templates that
     write today's."""
@@ -160,7 +160,7 @@ class RolloutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
-    """The defaults are those of "grpo"; presets.py lists what every other name changes."""
+    """The defaults make "grpo"; presets.py lists what every other name changes."""
 
     name: AlgorithmName = "grpo"
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
@@ -205,8 +205,8 @@ class AlgorithmSection:
     epochs: int = bounds(1, ge=1, le=1000)
     """Number of passes over the groups of a step."""
     proximal: Literal["generator", "trainer"] = "generator"
-    """Log-probs in the denominator of the ratio: those of the generator at sampling time, or those of the trainer
-    before the step's first update."""
+    """Source of the log-probs in the denominator of the ratio: the generator at sampling time, or the trainer before
+    the step's first update."""
     correction: Weight = "none"
     """Weight by the probability ratio of trainer to generator: truncated above ("*_tis"), or 0 outside its bounds
     ("*_mask"; IcePop is "token_mask")."""

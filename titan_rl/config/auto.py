@@ -82,8 +82,8 @@ def gradient_sync(config: Config, *, fits: bool = True) -> Literal["update", "mi
 
 
 MOST_THREADS = 8
-"""Beyond that a process is given threads by hosts.threads only: no machine with more cores has measured what they add,
-and models that train on CPUs are small."""
+"""A process has more threads only by hosts.threads: their gain on machines with more cores has not been measured, and
+models that train on CPUs are small."""
 
 
 def threads(config: Config, kind: Literal["model", "generator"], device: str, cores: int) -> int:
@@ -94,7 +94,7 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     models = config.parallelism.world_size + sum(roles.values())
     if device == "cuda":  # only an optimizer in host memory computes there
         return max(1, cores // models) if kind == "model" and config.training.enable_cpu_offload else 1
-    starts = config.samples_rollouts or kind == "generator"  # trained weights are served whatever trained them
+    starts = config.samples_rollouts or kind == "generator"  # weights of any training are served
     engines = config.generator.replicas * config.generator.tensor_parallel_degree if starts else 0
     overlap = config.algorithm.kind == "rl" and (config.rollout.steps_ahead or config.training.stream_groups)
     judges = roles.get("reward_model", 0)  # while other groups are sampled

@@ -29,7 +29,7 @@ class LaunchSection:
     extra_args: list[str] = field(default_factory=list)
     """More arguments of sbatch, such as "--constraint=h100"."""
     namespace: str = ""
-    """Kubernetes namespace. Empty: that of the current context."""
+    """Kubernetes namespace. Empty: the current context's."""
     secrets: list[str] = field(default_factory=list)
     """Kubernetes Secrets whose keys become environment variables, such as an API key. On Slurm jobs have the
     environment of the submitting shell."""

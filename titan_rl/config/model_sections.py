@@ -10,8 +10,8 @@ from titan_rl.config.choices import MOST_RANKS, Dtype, DtypeChoice, FamilyChoice
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     name: FamilyChoice = "auto"
-    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": that of the
-    Hugging Face folder; without one, llama3."""
+    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": the
+    Hugging Face folder's; without one, llama3."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
@@ -38,7 +38,7 @@ class ModelSection:
     initializer_range: float = bounds(0.02, ge=0, le=10)
     """Standard deviation of random initial weights, as in Hugging Face. 0: TorchTitan's per-layer initializers."""
     head_dtype: HeadDtype = "model"
-    """Dtype of the logits, in the trainers and in vLLM. "model": that of the forward, so bfloat16 rounds each logit to
+    """Dtype of the logits, in the trainers and in vLLM. "model": as in the forward, so bfloat16 rounds each logit to
     8 bits. "float32": keep the float32 sums of the products, for a smaller gap between the two log-probs."""
 
 
@@ -54,8 +54,8 @@ class TrainingSection:
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
     local_batch_size: int = bounds(0, ge=0, le=2**12)
-    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
-    many as fit by estimate, on a CPU as many as keep its caches warm."""
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: the rows
+    that fit a GPU by estimate, or that keep a CPU's caches warm."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
@@ -105,8 +105,8 @@ class ParallelismSection:
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of the trainer."""
     expert_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """Number of ranks that the experts of a layer are dealt to, among those of data_parallel_shard_degree x
-    tensor_parallel_degree. Tokens travel to them and back. 1: every rank computes all experts."""
+    """Number of ranks that the experts of a layer are dealt to; data_parallel_shard_degree x tensor_parallel_degree is
+    a multiple of it. Tokens travel to them and back. 1: every rank computes all experts."""
 
     @property
     def dp(self) -> int:

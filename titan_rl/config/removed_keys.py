@@ -1,7 +1,7 @@
 """Keys of earlier versions: removed ones, and ones that have another name.
 
 A removed key that is set to its old default changes nothing and loads as before. Another value is refused with advice;
-in the config of a finished or interrupted run it has no effect, unless it decided what is in the run's files.
+in the config of a finished or interrupted run it has no effect, unless the run's files depend on it.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ REMOVED = {
     "cold_start.interval": Removed(500, "a checkpoint is written every 500 steps, and after the last one"),
     "weight_sync.slice_mb": Removed(8, "an RDMA read has 8 MiB"),
     "fault.restart_window_seconds": Removed(600.0, "fault.max_restarts counts within 10 minutes"),
-    "fault.snapshot_gbps": Removed(0.0, "the link gives what it has"),
+    "fault.snapshot_gbps": Removed(0.0, "snapshots are copied at the speed of the link"),
     "fault.reward_attempts": Removed(2, "a reward has two attempts; retry in your function what fails at random"),
     "fault.environment_attempts": Removed(2, "a rollout has two attempts"),
     "fault.straggler_factor": Removed(2.0, "a straggler takes more than twice its peers' median"),

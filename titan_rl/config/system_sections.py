@@ -125,7 +125,7 @@ class EnvironmentSection:
     concurrency: int = bounds(64, ge=1, le=2**16)
     """Maximum number of rollouts that one process runs at the same time. More of them wait."""
     max_turns: int = bounds(8, ge=1, le=10**6)
-    """Maximum turns of a rollout. One that reaches it ends with what it has earned so far."""
+    """Maximum turns of a rollout. One that reaches it ends with the reward that it has earned so far."""
     max_tokens: int = bounds(0, ge=0, le=2**20)
     """Maximum tokens of a rollout after its prompt, sampled and read. 0: what training.seq_len and
     generator.max_model_len leave."""
@@ -187,7 +187,7 @@ class HostsSection:
     addresses: list[str] = field(default_factory=list)
     """Addresses of the running workers, such as "tls://node1:26600", in the order in which hosts are filled."""
     ssh: str = "ssh -o BatchMode=yes"
-    """With kind "ssh": the command, with options, to which a host's name and what it shall run are appended."""
+    """With kind "ssh": the command, with options, to which a host's name and the host's command are appended."""
     own_address: str = ""
     """Name or IP of this host that the workers reach the run by. Empty: the host's name."""
     ports: str = ""
@@ -197,14 +197,14 @@ class HostsSection:
     """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl.worker --init-tls makes them. Runs across hosts
     need it."""
     insecure: bool = False
-    """Allow addresses that begin with tcp://: no encryption, and whoever reaches a port executes code as you."""
+    """Allow addresses that begin with tcp://: no encryption, and anyone who reaches a port executes code as you."""
     join_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
     """Deadline for all workers to answer at the start."""
     orphan_seconds: float = bounds(30.0, ge=2, le=MOST_SECONDS)
     """Ranks on other hosts end when the run has not answered for this long. After the loss of a host that may be only
     cut off, trainers resume when this has passed."""
     slots: int = bounds(0, ge=0, le=10**5)
-    """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts says where; else an
+    """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts is set; else an
     even share of the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
@@ -216,7 +216,7 @@ class HostsSection:
     link_gbps: float = bounds(0.0, ge=0, le=10**6)
     """Bandwidth of one host's network in Gbit/s, each way, for the lower bounds that --dry-run prints. 0: unknown."""
     isolation: Literal["auto", "require", "off"] = "auto"
-    """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
+    """Put the run's sockets into a private network namespace, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
     threads: int = bounds(0, ge=0, le=1024)
     """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
@@ -236,7 +236,7 @@ class HostsSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
     kind: Literal["disaggregated", "colocated"] = "disaggregated"
-    """"disaggregated" gives generators and trainers devices of their own; "colocated" makes them take turns on the same
+    """"disaggregated" gives generators and trainers separate devices; "colocated" makes them take turns on the same
     devices: engines sleep while the trainers compute."""
     hosts: Table = field(default_factory=dict, hash=False)
     """Hosts of a role by number, such as {trainer = "0-1", generator = "2"}: its dp rows, or replicas, are dealt evenly

@@ -47,7 +47,7 @@ class ConfigError(Exception):
 
 
 class EarlierRun(ConfigError):
-    """A run's config has removed keys that decided what is in the run's files: this version cannot read them."""
+    """A run's config has a removed key on which its files depend: this version cannot read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ def _flat(table: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
-    """Yield (file name, section, its keys): those of the file's base first, so that the file's own keys win."""
+    """Yield (file name, section, its keys): first the keys of its base, so that the file's own keys win."""
     tables = _read(path, problems)
     base = tables.pop("base", None)
     chain = (*above, path.resolve())
