@@ -161,7 +161,7 @@ class Controller:
     @property
     def overlaps(self) -> bool:
         """True if generators take weights while the trainers make the next step."""
-        return self.config.rollout.lag > 0 and not self.meshes.colocated
+        return self.config.rollout.steps_ahead > 0 and not self.meshes.colocated
 
     async def serve(self, stream: RolloutStream, n: int) -> tuple[SyncStats, list[Evaluation]]:
         """Sync the weights of step n, and evaluate them if that is due. A sync that overlaps with the next step admits
