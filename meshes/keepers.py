@@ -47,11 +47,13 @@ class KeeperEnd:
         call = self.actor.stamped.call(list(fds), serial, STAMP_SECONDS)
         return await ask(call, actor=self.name, verb="stamped", seconds=self.seconds)
 
-    async def fetch(self, fd: int, serial: int, source: "Place") -> int:
-        """Let the keeper copy a part of another one; return the bytes that it read. Raise at once if either
-        dies: the one that reads would wait."""
-        call = self.actor.fetch.call(fd, serial, source.keeper.actor, source.fd, self.seconds)
-        fetched = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=self.seconds))
+    async def fetch(self, fd: int, serial: int, source: "Place", nbytes: int = 0, rate: float = 0.0) -> int:
+        """Let the keeper copy a part of another one; return the bytes that it read. `rate`: at most so many bytes a
+        second, over all copies to it, which have `nbytes`; 0: no bound. Raise at once if either dies: the one that
+        reads would wait."""
+        seconds = self.seconds + (nbytes / rate if rate else 0.0)
+        call = self.actor.fetch.call(fd, serial, source.keeper.actor, source.fd, seconds, rate)
+        fetched = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=seconds))
         task, other = asyncio.current_task(), source.keeper.name
         with deaths.cancelled_by_death(other, fetched) as dying:
             try:

@@ -57,6 +57,21 @@ class KeptPart:
         return True
 
 
+class ReadRate:
+    """Bounds how many bytes a second all copies to this process begin to read."""
+
+    def __init__(self) -> None:
+        self._free = 0.0  # when the next read may begin
+
+    def wait(self, now: float, nbytes: int, rate: float) -> float:
+        """Return the seconds after `now` at which a read of `nbytes` may begin. `rate`: bytes a second; 0: no bound."""
+        if not rate:
+            return 0.0
+        begin = max(now, self._free)
+        self._free = begin + nbytes / rate
+        return begin - now
+
+
 class KeptParts:
     """The parts that this process holds, by file descriptor."""
 
@@ -64,6 +79,7 @@ class KeptParts:
         self._block_bytes = block_bytes
         self._parts: dict[int, KeptPart] = {}
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
+        self._rate = ReadRate()
 
     def hold(self, mesh: str) -> int:
         """Return a new part, without memory until it is written."""
@@ -108,9 +124,9 @@ class KeptParts:
         part.manifest = PartManifest(serial, start, end, nbytes, self._block_bytes, digests)
         return part.manifest
 
-    async def fetch(self, part: KeptPart, manifest: PartManifest, read: Read) -> int:
-        """Make a part the copy of another one, whose blocks `read` reads. Return the bytes that were read: of
-        blocks that the memory lacked."""
+    async def fetch(self, part: KeptPart, manifest: PartManifest, read: Read, rate: float = 0.0) -> int:
+        """Make a part the copy of another one, whose blocks `read` reads, at most `rate` bytes a second over all
+        copies; 0: no bound. Return the bytes that were read: of blocks that the memory lacked."""
         self.check(part)
         if part.copying is not None:
             raise RuntimeError(f"expected one copy at a time into the part under {part.fd}, found another in progress")
@@ -121,7 +137,7 @@ class KeptParts:
         else:
             pairs = zip(known.digests, manifest.digests, strict=True)
             lacking = [number for number, (old, new) in enumerate(pairs) if old != new]
-        part.copying = asyncio.ensure_future(self._copy(part, manifest, lacking, read))
+        part.copying = asyncio.ensure_future(self._copy(part, manifest, lacking, read, rate))
         try:
             await part.copying
         except asyncio.CancelledError:
@@ -139,7 +155,9 @@ class KeptParts:
         if self._parts.get(part.fd) is not part:
             raise RuntimeError("expected a part of a snapshot until it was whole, found that it was dropped")
 
-    async def _copy(self, part: KeptPart, manifest: PartManifest, lacking: Sequence[int], read: Read) -> None:
+    async def _copy(
+        self, part: KeptPart, manifest: PartManifest, lacking: Sequence[int], read: Read, rate: float
+    ) -> None:
         """Read and compare the blocks that are lacking; the first failure ends the reads of the others."""
         numbers = iter(lacking)
 
@@ -147,6 +165,7 @@ class KeptParts:
             for number in numbers:
                 block = part.blocks[number]
                 async with self._in_flight:
+                    await asyncio.sleep(self._rate.wait(time.monotonic(), len(block), rate))
                     await read(number, block)
                 if await asyncio.to_thread(_digest, block) != manifest.digests[number]:
                     raise RuntimeError(

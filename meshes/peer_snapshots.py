@@ -12,6 +12,7 @@ is as in snapshot_store.py.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -73,11 +74,17 @@ class TakenAway:
         release([place for piece in self.pieces for place in (piece.own, piece.copy)])
         self.pieces = []
 
-    async def copy(self) -> int:
-        """Wait for the stamp of every part, then copy every part to its peer. Return the bytes that moved."""
+    async def copy(self, sizes: Sequence[int], rate: float) -> int:
+        """Wait for the stamp of every part, then copy every part, of these sizes, to its peer, which reads at most
+        `rate` bytes a second. Return the bytes that moved."""
         serial, owners = self.snapshot.serial, {piece.own.keeper for piece in self.pieces}
         await together(self._stamped([p for p in self.pieces if p.own.keeper is keeper]) for keeper in owners)
-        moved = await together(p.copy.keeper.fetch(p.copy.fd, serial, p.own) for p in self.pieces)
+        arriving = Counter[KeeperEnd]()
+        for piece, nbytes in zip(self.pieces, sizes, strict=True):
+            arriving[piece.copy.keeper] += nbytes
+        moved = await together(
+            p.copy.keeper.fetch(p.copy.fd, serial, p.own, arriving[p.copy.keeper], rate) for p in self.pieces
+        )
         self.complete = True
         return sum(moved)
 
@@ -110,9 +117,12 @@ class PeerSnapshots(Snapshots):
         critic: ModelMesh | None,
         keepers: Keepers,
         note: Callable[[str], None],
+        gbps: float = 0.0,
     ) -> None:
+        """`gbps`: gigabits per second that each host reads at most of the parts of others; 0: no bound."""
         super().__init__(trainers, critic, note)
         self._keepers = keepers
+        self._rate = gbps * 1e9 / 8
         self.moved = 0  # bytes that went to peers for the newest snapshot that is whole
         self._late = False  # a snapshot was left out, which was said
 
@@ -163,8 +173,9 @@ class PeerSnapshots(Snapshots):
             self._taken.remove(taken)
 
     async def _copy(self, taken: TakenAway) -> None:
+        sizes = [nbytes for mesh in taken.snapshot.paths for nbytes in self.nbytes[mesh]]
         try:
-            self.moved = await taken.copy()
+            self.moved = await taken.copy(sizes, self._rate)
         except RunError as error:  # training does not need it
             self._note(f"the snapshot of step {taken.snapshot.step} has no copy on other hosts: {error}")
             taken.abandon()

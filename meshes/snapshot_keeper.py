@@ -71,9 +71,9 @@ class Keeper(Actor):
         return PartOffer(manifest, tuple(await self._blocks(fd)))
 
     @verb
-    async def fetch(self, fd: int, serial: int, source: Any, source_fd: int, seconds: float) -> int:
-        """Copy a part of the keeper `source` into a part of this one within `seconds`; return the bytes that were
-        read."""
+    async def fetch(self, fd: int, serial: int, source: Any, source_fd: int, seconds: float, rate: float) -> int:
+        """Copy a part of the keeper `source` into a part of this one within `seconds`, at most `rate` bytes a second
+        over all copies; return the bytes that were read."""
         from monarch.rdma import RDMAAction
 
         part, ends = self._parts.part(fd), time.monotonic() + seconds  # `fd` may be another part's after a wait
@@ -84,7 +84,7 @@ class Keeper(Actor):
             left = min(BLOCK_SECONDS, max(1.0, ends - time.monotonic()))
             await RDMAAction().read_remote(block, offer.blocks[number]).submit(timeout=math.ceil(left))
 
-        return await self._parts.fetch(part, offer.manifest, read)
+        return await self._parts.fetch(part, offer.manifest, read, rate)
 
     async def _prepared(self) -> str:
         """Let Monarch start one-sided reads in this process, which it does at their first use, and not in silence."""

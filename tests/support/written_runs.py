@@ -80,7 +80,7 @@ def tokenizer() -> TextTokenizer:
 def config(**keys: Any) -> Config:
     """A small run; keys as in sections: steps=4, dynamic_sampling=True, interval=2, stream_groups=1."""
     names = ("max_staleness_steps", "overtake_steps", "groups_per_step", "group_size")
-    rollout = {"groups_per_step": 2, "group_size": 2} | {key: keys[key] for key in names if key in keys}
+    rollout: dict[str, Any] = {"groups_per_step": 2, "group_size": 2} | {key: keys[key] for key in names if key in keys}
     return Config(
         rollout=RolloutSection(**rollout),
         training=TrainingSection(steps=keys.get("steps", 8), stream_groups=keys.get("stream_groups", 0)),

@@ -70,7 +70,6 @@ REMOVED = {
     "cold_start.interval": Removed(500, "a checkpoint is written every 500 steps, and after the last one"),
     "weight_sync.slice_mb": Removed(8, "an RDMA read has 8 MiB"),
     "fault.restart_window_seconds": Removed(600.0, "fault.max_restarts counts within 10 minutes"),
-    "fault.snapshot_gbps": Removed(0.0, "snapshots are copied at the speed of the link"),
     "fault.reward_attempts": Removed(2, "a reward has two attempts; retry in your function what fails at random"),
     "fault.environment_attempts": Removed(2, "a rollout has two attempts"),
     "fault.straggler_factor": Removed(2.0, "a straggler takes more than twice its peers' median"),

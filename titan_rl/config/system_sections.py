@@ -72,6 +72,8 @@ class FaultSection:
     snapshot_interval: int = bounds(5, ge=0, le=10**9)
     """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
     checkpoints."""
+    snapshot_gbps: float = bounds(0.0, ge=0, le=10**6)
+    """Limit in gigabits per second of a host's reads of other hosts' snapshots. 0: none."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)

@@ -176,7 +176,7 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
 
 def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
     moved = max(load.held.get("peers' snapshots", 0) for load in loads) // KEPT
-    rate = config.hosts.link_gbps
+    rate = min((gbps for gbps in (config.hosts.link_gbps, config.fault.snapshot_gbps) if gbps), default=0.0)
     seconds = f", at least {8 * moved / (rate * 1e9):.2g} s at {rate:g} Gbit/s" if rate else ""
     formulas = {
         "staged weights": f"{SLOTS} slots x what its trainer ranks send, pinned",

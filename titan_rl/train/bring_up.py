@@ -161,7 +161,7 @@ async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, 
     if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
         return Snapshots(trainers, critic, incidents.note)
     ends = keepers.Keepers(meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
-    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note)
+    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
     with terminal.phase("snapshots: keepers"):
         copies, how = await snapshots.start()
     terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")

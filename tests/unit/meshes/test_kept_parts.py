@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from titan_rl.meshes.kept_parts import IN_FLIGHT, KeptParts
+from titan_rl.meshes.kept_parts import IN_FLIGHT, KeptParts, ReadRate
 from titan_rl.wire.snapshot import HEAD, WRITING, head
 
 BLOCK = 1000  # bytes
@@ -197,3 +197,11 @@ async def test_a_part_is_the_copy_of_one_at_a_time(pair: Pair) -> None:
     go.set()
     await fetching
     assert pair.copied(3) == STATE
+
+
+def test_reads_begin_at_their_rate_whichever_copy_they_are_of() -> None:
+    rate = ReadRate()
+    assert [rate.wait(10.0, 500, 1000.0) for _ in range(3)] == [0.0, 0.5, 1.0]
+    assert rate.wait(10.25, 250, 1000.0) == 1.25
+    assert rate.wait(20.0, 250, 1000.0) == 0.0, "what was not used is not made up for"
+    assert rate.wait(20.0, 10**12, 0.0) == 0.0

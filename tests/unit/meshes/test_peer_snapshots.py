@@ -60,7 +60,7 @@ class FakeKeeper:
         await asyncio.sleep(0)
         return found
 
-    async def fetch(self, fd: int, serial: int, source: Place) -> int:
+    async def fetch(self, fd: int, serial: int, source: Place, nbytes: int = 0, rate: float = 0.0) -> int:
         keeper, part = cast(FakeKeeper, source.keeper), self.parts.part(fd)
         keeper.check()
 
@@ -71,7 +71,7 @@ class FakeKeeper:
             keeper.check()
             block[:] = keeper.parts.part(source.fd).blocks[number]
 
-        return await self.parts.fetch(part, await keeper.parts.offer(source.fd, serial), read)
+        return await self.parts.fetch(part, await keeper.parts.offer(source.fd, serial), read, rate)
 
     async def drop(self, fds: list[int]) -> None:
         self.check()
