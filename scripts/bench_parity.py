@@ -25,8 +25,8 @@ DTYPES = {  # (trainer's compute, generator); the trainer's weights are float32
     "mixed": ("float32", "bfloat16"),
 }
 WAYS = {
-    "lag 0": {"rollout.lag": 0},
-    **{how: {"rollout.lag": 1, "weight_sync.in_flight": how} for how in ("swap", "keep", "drain")},
+    "lag 0": {"rollout.max_staleness_steps": 0},
+    **{how: {"rollout.max_staleness_steps": 1, "weight_sync.in_flight": how} for how in ("swap", "keep", "drain")},
 }
 MEASURES = {
     "log-prob gap, mean": "logprob_gap/mean",

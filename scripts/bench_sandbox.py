@@ -30,7 +30,7 @@ WEAKER = ["landlock", "seccomp"]
 
 def measure(calls: int) -> Iterator[Row]:
     for variant, require in (("all layers", [*map(str, LAYERS)]), ("without namespaces", WEAKER)):
-        sandbox = LocalSandbox(SandboxSection(workers=1, require=require, wall_seconds=60))
+        sandbox = LocalSandbox(SandboxSection(require=require, wall_seconds=60), workers=1)
         cold = timed(partial(sandbox.run_here, CODE))
         found = [sandbox.run_here(CODE) for _ in range(calls)]
         assert all(each.stdout == "42\n" for each in found)
@@ -51,7 +51,7 @@ def throughput(require: list[str], workers: int, calls: int) -> float:
     """Return how many executions end in a second."""
 
     async def run() -> float:
-        sandbox = LocalSandbox(SandboxSection(workers=workers, require=require, wall_seconds=60))
+        sandbox = LocalSandbox(SandboxSection(require=require, wall_seconds=60), workers=workers)
         await sandbox.warm()
         began = time.perf_counter()
         await asyncio.gather(*(sandbox.run(CODE) for _ in range(calls)))

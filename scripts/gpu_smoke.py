@@ -45,7 +45,6 @@ CUDA = {
     "training.mixed_precision_param": "bfloat16",
     "generator.dtype": "bfloat16",
     "generator.kv_cache_memory_mb": 1024,
-    "generator.block_size": 16,
     "generator.enforce_eager": "false",
 }
 FLOAT32 = {"training.mixed_precision_param": "float32", "generator.dtype": "float32"}
@@ -119,7 +118,7 @@ def parts_for(device: str, gpus: Gpus, folder: Path) -> list[Part]:
     if gpus.count > 1 or device == "cpu":
         runs += [
             run("node", "the cousin of grpo_llama3_8b: FSDP2, replicas", "grpo_llama", apart),
-            run("lag", "the same, asynchronous", "grpo_llama", apart | {"rollout.lag": 1}),
+            run("lag", "the same, asynchronous", "grpo_llama", apart | {"rollout.max_staleness_steps": 1}),
         ]
     return [
         Part("machine", "hardware and links", ["sh", "-c", "nvidia-smi; nvidia-smi topo -m"], 60),

@@ -21,6 +21,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
+from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
@@ -184,9 +185,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
     async with launch_environments(setup, terminal, incidents) as (environments, watch):
         policy = RandomPolicy(setup.tokenizer, chat=config.task.template == "chat")
         limits = SessionLimits.of(config, played=True)
-        player = Player(
-            environments, policy, setup.tokenizer.decode, limits=limits, attempts=config.fault.environment_attempts
-        )
+        player = Player(environments, policy, setup.tokenizer.decode, limits=limits, attempts=DRIVER_ATTEMPTS)
 
         async def play(number: int) -> "Rollout":
             prompt, sample = prompts[number // config.rollout.group_size], number % config.rollout.group_size

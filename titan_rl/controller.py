@@ -17,9 +17,9 @@ steps before RL. All three make their steps in the same `loop`. The stages of an
     evaluate   held-out problems          serve                              greedy answers
     keep       the state of the step      snapshots, a checkpoint            trainers and the disk
 
-Staleness is bounded by admission: at most `lag + 1` steps' worth of groups are in flight, and the next step's worth is
-admitted only once the generators hold the weights that the last step made. `lag = 0` is exact on-policy training; with
-a lag, generators sample and take weights while the trainers step.
+Staleness is bounded by admission: at most rollout.steps_ahead + 1 steps' worth of groups are in flight, and the next
+step's worth is admitted only once the generators hold the weights that the last step made. 0 is exact on-policy
+training; above 0 generators sample and take weights while the trainers step.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -37,7 +37,7 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
-from titan_rl.tasks.judging import grader_rubric, training_rubric
+from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
@@ -100,7 +100,7 @@ class Controller:
         before = StepDone(state, on_save=partial(self.record_save, stream))
         step = partial(self.rl_step, stream)
         async with aclosing(stream):
-            stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
+            stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.steps_ahead + 1))
             try:
                 await self.loop.make_steps("rl", start, self.config.training.steps, step, before)
             finally:
@@ -163,7 +163,7 @@ class Controller:
     @property
     def overlaps(self) -> bool:
         """True if generators take weights while the trainers make the next step."""
-        return self.config.rollout.lag > 0 and not self.meshes.colocated
+        return self.config.rollout.steps_ahead > 0 and not self.meshes.colocated
 
     async def serve(self, stream: RolloutStream, n: int) -> tuple[SyncStats, list[Evaluation]]:
         """Sync the weights of step n, and evaluate them if that is due. A sync that overlaps with the next step admits
@@ -327,7 +327,7 @@ class Controller:
             bad_rows=self.setup.task.bad_rows,
         )
         if reward_model is None:
-            judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
+            judge = self.setup.judges.judge(training_rubric(config.task), REWARD_ATTEMPTS)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         grader = grader_rubric(config.task)
@@ -338,11 +338,9 @@ class Controller:
             seed=config.debug.seed,
             first=start + 1,
             groups=(config.training.steps - start) * config.rollout.groups_per_step,
-            reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
             bad_prompts=frozenset(self.bad_prompts["rl"]),
             driver=self.meshes.environments,
-            driver_attempts=config.fault.environment_attempts,
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),
             warn=self.run.terminal.warn,
             grade=grader and self.setup.judges.judge(grader),

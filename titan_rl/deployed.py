@@ -58,15 +58,16 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
     if target_step and step not in (None, target_step):
         raise Refused(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
     step = step or target_step or None
-    if run is not None and not config_name:
-        config_name = str(run / "config.toml")
-    if not config_name:
+    if not (run or config_name):
         raise Refused(
             f"--config: expected the config with the task and the [generator] of {target}, because it is in no run's "
             "folder, found none"
         )
     try:
-        config = config_file.load(config_file.find(config_name), overrides)
+        if config_name or run is None:
+            config = config_file.load(config_file.find(config_name or ""), overrides)
+        else:
+            config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
         raise Refused("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":
@@ -104,8 +105,9 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     """Choose a run's weights: of a step, or its newest. hf/ has the last step's once the run is finished."""
     from titan_rl.record.checkpoints import Checkpoints
+    from titan_rl.wire.checkpoint_sums import FOLDER
 
-    hf, folder = hf_folder(run / "hf"), run / config.checkpoint.folder
+    hf, folder = hf_folder(run / "hf"), run / FOLDER
     steps = Checkpoints((folder,)).whole_steps()
     if step is not None:
         cold = Checkpoints((folder / "cold_start",)).whole_steps()

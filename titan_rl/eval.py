@@ -26,6 +26,7 @@ from titan_rl.deployed import (
     refuse_sets,
     setup_of,
 )
+from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
                 generators,
                 setup.tokenizer.decode,
                 limits=SessionLimits.of(config, played=environments is not None),
-                attempts=config.fault.environment_attempts,
+                attempts=DRIVER_ATTEMPTS,
             )
             for eval_set in problems:
                 with terminal.phase(f"{eval_set.name or HELD_OUT}: {len(eval_set.prompts)} x {eval_set.samples}"):

@@ -24,7 +24,7 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
-from titan_rl.wire.checkpoint_sums import damage
+from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 from titan_rl.wire.seeds import derive
 
@@ -106,8 +106,8 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Sou
     if not (run / "config.toml").is_file():
         raise ExportRefused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
     try:
-        config = config_file.load(run / "config.toml")
-        name, folder = _checkpoint(run / config.checkpoint.folder, step, critic)
+        config = config_file.load_of_run(run)
+        name, folder = _checkpoint(run / FOLDER, step, critic)
         policy = policy_of(config, scratch / "model")
         if critic:
             policy = replace(policy, shape=policy.shape.with_value_head())

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES
@@ -45,7 +44,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
         async with (
             control,
             launched(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
-            timeline(folder / "timeline.json", meshes.all, terminal.note) if config.metrics.timeline else nullcontext(),
+            timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
             status.meshes = meshes
             folder_watch = asyncio.create_task(watch_folder(folder, watch.fail))

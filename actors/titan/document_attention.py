@@ -127,8 +127,8 @@ def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
     masks = varlen_masks(segments_G4, device)
     if isinstance(masks, SharedMetadata) and not isinstance(attention, SharedVarlen.Config):
         raise TypeError(
-            f"expected an attention that can share prompts, found {type(attention).__qualname__}, which "
-            "override.imports has set; set training.share_prompts to false"
+            f"expected an attention that can share prompts (SharedVarlen), found {type(attention).__qualname__}, which "
+            "override.imports has set"
         )
     return masks
 

@@ -12,17 +12,18 @@ from titan_rl.actors.titan.model import TitanModel, shared_keys
 from titan_rl.wire.spans import span
 
 A100_PEAK_FLOPS = 312e12
+STEPS_PER_COLLECTION = 50  # of Python garbage
 
 
 class Instruments:
-    """Measures the steps of one phase. Garbage is collected every training.gc_freq steps, on all ranks at once."""
+    """Measures the steps of one phase. Garbage is collected on all ranks at once, and at no other time."""
 
     def __init__(self, model: TitanModel, folder: str, step: int) -> None:
         config = model.config
         record_titan_spans()
         self.tokens = 0  # that this rank's forward has seen in the step, padding included, as TorchTitan counts
         self.unshared = 0  # that it would have seen if samples shared none
-        self._garbage = GarbageCollection(gc_freq=config.training.gc_freq)
+        self._garbage = GarbageCollection(gc_freq=STEPS_PER_COLLECTION)
         self._profiler = Profiler(
             shared_keys(Profiler.Config, config.profiling),
             global_step=step,

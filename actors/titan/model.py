@@ -144,8 +144,7 @@ class TitanModel:
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
         model = sharded_model(self.spec, self.config, self.titan, self.dims)
-        reshard = self.titan.parallelism.fsdp_reshard_after_forward
-        self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size, reshard)
+        self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size)
         titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():

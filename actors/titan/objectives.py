@@ -14,6 +14,9 @@ from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Batch
 
+VALUE_CLIP = 0.2
+"""Maximum change of the critic's value of a token within one step."""
+
 Loss = tuple[torch.Tensor, Statistics]
 
 
@@ -79,7 +82,7 @@ class Objectives:
             return_T=rows.columns["return"],
             mask_T=rows.mask,
             weight_T=rows.weights,
-            clip=self.config.critic.value_clip,
+            clip=VALUE_CLIP,
         )
 
 

@@ -254,8 +254,8 @@ class Phase:
     def _optimizer(self, lr: float) -> OptimizersContainer:
         o = self._model.config.optimizer
         arguments = {"lr": lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
-        group = ParamGroupConfig(pattern=r".*", optimizer_name=o.name, optimizer_kwargs=arguments)
-        optimizers = OptimizersContainer.Config(param_groups=[group], implementation=o.implementation).build(
+        group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs=arguments)
+        optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(
             model_parts=[self._model.model]
         )
         # Otherwise the first state_dict() creates the state by a step of zeros, which the bias correction would count.

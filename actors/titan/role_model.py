@@ -12,10 +12,13 @@ from titan_rl.actors.titan.model import FrozenWeights, TitanModel, local, shared
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.wire.checkpoint_sums import FOLDER
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.types import Batch, PhaseName, RoleName
+
+COLD_START_WARMUP_STEPS = 20
 
 
 class RoleModel(TitanModel):
@@ -55,7 +58,7 @@ class RoleModel(TitanModel):
         """Begin a phase on the current weights (at=0), or resume it from a checkpoint's step or from a snapshot."""
         self.close()
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
-        folder = self.config.checkpoint.folder + inner
+        folder = FOLDER + inner
         schedule = schedule_of(self.role, self.config, name)
         self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at), name
         return self._phase.state
@@ -123,5 +126,6 @@ def schedule_of(role: RoleName, config: Config, phase: PhaseName) -> Schedule:
     if role == "critic":
         return shared_keys(Schedule, config.critic, steps=config.training.steps, decay_ratio=0.0)
     if phase == "cold_start":
-        return shared_keys(Schedule, config.cold_start)
+        cold = config.cold_start
+        return Schedule(lr=cold.lr, steps=cold.steps, warmup_steps=COLD_START_WARMUP_STEPS, decay_ratio=0.0)
     return shared_keys(Schedule, config.lr_scheduler, lr=config.optimizer.lr, steps=config.training.steps)

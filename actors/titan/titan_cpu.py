@@ -41,11 +41,11 @@ def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
                     module.set_reshard_after_forward(False, recurse=False)
 
 
-def gathers_once(model: torch.nn.Module, ranks: int, reshard_after_forward: str) -> bool:
-    """Return True if FSDP2 is to gather parameters once per update: by default where all ranks' copies take at most an
+def gathers_once(model: torch.nn.Module, ranks: int) -> bool:
+    """Return True if FSDP2 is to gather parameters once per update: where all ranks' copies take at most an
     eighth of the host's memory. On a CPU a gathering costs more than its memory."""
     copies = ranks * sum(p.numel() * p.element_size() for p in model.parameters())
-    return ON_CPU and reshard_after_forward == "default" and copies <= host_memory() // 8
+    return ON_CPU and copies <= host_memory() // 8
 
 
 def initialize(model: torch.nn.Module, spec: ModelSpec, shape: ModelShape, *, seed: int, std: float) -> None:

@@ -52,6 +52,8 @@ class EngineSettings(GeneratorSection):
     seed: int = 0
     head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
     records_kept: bool = False  # the kept sets of truncated sampling
+    block_size: int = 32  # tokens of a block of the KV cache
+    enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 

@@ -20,7 +20,7 @@ Key = tuple[int, int, str]  # seed, lag, correction
 
 
 def learning(path: Path, folder: Path, seeds: int, steps: int) -> None:
-    """Measure the curves that are not complete in the CSV. No run is paced, so tokens are as old as the lag allows."""
+    """Measure the curves that are not complete in the CSV."""
     for (seed, lag, correction), keys in missing(csv_rows(path), seeds, steps, LAGS).items():
         began = time.monotonic()
         start = folder / f"seed{seed}"  # every run of a seed starts from it; a finished cold start is not repeated
@@ -40,7 +40,7 @@ def missing(
     found: dict[Key, dict[str, Any]] = {}
     for seed in range(seeds):
         for lag in lags:
-            keys = {"rollout.lag": lag, "rollout.pace": "false"}
+            keys = {"rollout.max_staleness_steps": lag}
             if lag:
                 found[seed, lag, "corrected"] = keys | CORRECTED
             found[seed, lag, "none"] = keys | (UNCORRECTED if lag else {})

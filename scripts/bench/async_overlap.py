@@ -26,16 +26,14 @@ WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as l
     "eval.size": 0,
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
-    "metrics.timeline": "false",
 }
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "synchronous, streamed": {"training.stream_groups": 4},
-    "lag 1": {"rollout.lag": 1},
-    "lag 2": {"rollout.lag": 2},
-    "lag 2, window 2": {"rollout.lag": 2, "rollout.window": 2},
-    "lag 4": {"rollout.lag": 4},
-    "lag 4, not paced": {"rollout.lag": 4, "rollout.pace": "false"},
+    "lag 1": {"rollout.max_staleness_steps": 1},
+    "lag 2": {"rollout.max_staleness_steps": 2},
+    "lag 2, window 2": {"rollout.max_staleness_steps": 4, "rollout.overtake_steps": 2},
+    "lag 4": {"rollout.max_staleness_steps": 4},
 }
 FIRST = 6  # steps until a run's initial backlog is used up and the pace is found
 LAST = 5  # steps during which nothing is left to generate, at the largest lag

@@ -36,7 +36,7 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": THREADS,
 }
-LAG_KEYS = {"rollout.lag": 1, "parallelism.data_parallel_shard_degree": 1}  # as in grpo_llama_async
+LAG_KEYS = {"rollout.max_staleness_steps": 1, "parallelism.data_parallel_shard_degree": 1}  # as in grpo_llama_async
 
 
 def measured(way: str, name: str, folder: Path, trl: Path | None) -> dict[str, float]:

@@ -27,7 +27,7 @@ class Settings:
     shortest: int  # answer, in tokens
     longest: int
     rows: int  # training.local_batch_size; 0: by tokens
-    share: bool = True  # training.share_prompts
+    share: bool = True  # prompts
     seq_len: int = 0
     lr: float = 1e-4
 

@@ -1,4 +1,4 @@
-"""What a resume says of a folder that lost something since the run wrote it."""
+"""Notes of a resume on a folder that lost something since the run wrote it."""
 
 import shutil
 from collections.abc import Callable

@@ -37,6 +37,10 @@ class FakeSlurm:
     def busy(self) -> None:
         (self.folder / "free").unlink()
 
+    def restarted(self, times: int) -> None:
+        """Submit later jobs as if they had been requeued so often before."""
+        (self.folder / "restarts").write_text(str(times))
+
     def jobs(self) -> list[str]:
         return sorted(path.parent.name for path in self.folder.glob("*/state.json"))
 

@@ -71,7 +71,8 @@ def sbatch(argv: Sequence[str]) -> None:
     (CLUSTER / job).mkdir()
     (CLUSTER / job / "script").write_text(script)
     nodes = [f"127.0.0.{2 + n}" for n in range(int(given["nodes"]))]
-    change(job, state="PENDING", reason="Priority", nodes=nodes, given=given, restarts=0, code=0)
+    restarts = int(path.read_text()) if (path := CLUSTER / "restarts").exists() else 0
+    change(job, state="PENDING", reason="Priority", nodes=nodes, given=given, restarts=restarts, code=0)
     daemon = [sys.executable, "-S", __file__, job]
     own = {**os.environ, "AS": "ctld"}
     with open(CLUSTER / job / "ctld.log", "wb") as log:

@@ -246,8 +246,8 @@ ODD_ROWS: list[tuple[bytes, str]] = [
     (lines({"q x": "1", "'\"": "2"}), "--task.prompt_key 'q x' --task.answer_key \\'\\\""),
     (lines(chat({"role": "user", "content": "1+1="})), "--task.template chat"),
     (lines(chat({"role": "nobody", "content": ""})), "--task.template chat --task.system_prompt 'add ü'"),
-    (lines(GOOD, GOOD | {"question": "1" * 500}), "--task.on_unfit_rows drop"),
-    (lines(GOOD, GOOD | {"question": "1" * 5_000_000}), "--task.on_unfit_rows drop"),
+    (lines(GOOD, GOOD | {"question": "1" * 500}), "--task.bad_rows drop"),
+    (lines(GOOD, GOOD | {"question": "1" * 5_000_000}), "--task.bad_rows drop"),
     (lines(*[GOOD] * 5000), ""),
 ]
 ODD_REWARDS = [

@@ -32,7 +32,7 @@ class Case:
     compute: Dtype = "float32"
     sync: Literal["update", "microbatch"] = "update"
     parts: int = 1  # in which each update is accumulated
-    reshard: Literal["default", "always"] = "default"
+    gathers_once: bool = True  # if the host has the memory
     share: bool | None = None  # the prompts of groups; None: each document has its own
     family: Family = "llama3"
     layers: int = 2
@@ -67,7 +67,6 @@ def config_of(case: Case, folder: Path) -> Config:
         compile=replace(base.compile, enable=case.compiled),
         checkpoint=replace(base.checkpoint, enable=False),
         algorithm=replace(base.algorithm, name="sft"),
-        parallelism=replace(base.parallelism, fsdp_reshard_after_forward=case.reshard),
     )
 
 
@@ -103,6 +102,7 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
     import torch.distributed as dist
 
     from titan_rl.actors.titan import model as titan_model
+    from titan_rl.actors.titan import titan_cpu
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import pack
     from titan_rl.preflight.shapes import shape_of
@@ -116,6 +116,8 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
         return made
 
     titan_model.titan_config = traced
+    if not case.gathers_once:
+        titan_cpu.gathers_once = lambda *_: False
     with flash_on_cpu() if case.flash else nullcontext() as calls:
         model = RoleModel("trainer", given, shape_of(given.model), given.parallelism)
         model.begin_phase("rl", 0)

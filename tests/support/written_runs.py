@@ -78,10 +78,9 @@ def tokenizer() -> TextTokenizer:
 
 
 def config(**keys: Any) -> Config:
-    """A small run; keys as in sections: lag=1, steps=4, dynamic_sampling=True, interval=2, stream_groups=1."""
-    rollout = {"groups_per_step": 2, "group_size": 2, "pace": False} | {
-        key: keys[key] for key in ("lag", "window", "groups_per_step", "group_size", "pace") if key in keys
-    }
+    """A small run; keys as in sections: steps=4, dynamic_sampling=True, interval=2, stream_groups=1."""
+    names = ("max_staleness_steps", "overtake_steps", "groups_per_step", "group_size")
+    rollout: dict[str, Any] = {"groups_per_step": 2, "group_size": 2} | {key: keys[key] for key in names if key in keys}
     return Config(
         rollout=RolloutSection(**rollout),
         training=TrainingSection(steps=keys.get("steps", 8), stream_groups=keys.get("stream_groups", 0)),
@@ -165,7 +164,7 @@ class WrittenRun:
 
         with log:
             async with aclosing(stream):
-                stream.admit(n * (config.rollout.lag + 1))
+                stream.admit(n * (config.rollout.steps_ahead + 1))
                 for step in range(start + 1, end + 1):
                     if size:
                         groups = [g async for part in stream.parts(n, step, size) for g in part]

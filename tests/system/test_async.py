@@ -40,7 +40,7 @@ def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
     a sync happens in the middle of answers."""
     return runs.finish(
         tmp_path_factory.mktemp("lagging") / "run",
-        rollout__lag=2,
+        rollout__max_staleness_steps=2,
         rollout__max_new_tokens=48,
         generator__max_num_seqs=4,
         training__steps=12,
@@ -84,7 +84,7 @@ def test_a_run_that_keeps_keys_and_values_recomputes_none(runs: Runs, lagging: R
     instead of the ratio, which is 1 only while nothing is stale."""
     kept = runs.finish(
         tmp_path / "run",
-        rollout__lag=1,
+        rollout__max_staleness_steps=1,
         rollout__max_new_tokens=48,
         generator__max_num_seqs=4,
         training__steps=6,
@@ -116,7 +116,12 @@ def test_generators_sample_and_take_weights_while_trainers_step(lagging: Run) ->
 
 
 def test_a_lagging_run_that_is_stopped_trains_every_prompt_once(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {**LAGGING, "rollout__lag": 2, "rollout__window": 1, "training__steps": 40}
+    keys: dict[str, Any] = {
+        **LAGGING,
+        "rollout__max_staleness_steps": 3,
+        "rollout__overtake_steps": 1,
+        "training__steps": 40,
+    }
     run = runs.start(tmp_path / "run", **keys)
     run.wait_for_step(6)
     run.process.send_signal(signal.SIGINT)
@@ -154,7 +159,11 @@ def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, apart: Run, tm
             line[name] for line in apart.lines("metrics.jsonl")
         ]
     partial = runs.finish(
-        tmp_path / "partial", placement__kind="colocated", rollout__lag=1, rollout__max_new_tokens=48, **keys
+        tmp_path / "partial",
+        placement__kind="colocated",
+        rollout__max_staleness_steps=1,
+        rollout__max_new_tokens=48,
+        **keys,
     )
     assert set(ages(partial)) <= {0, 1}
     assert all(line["sync/hidden"] == 0 for line in partial.lines("metrics.jsonl"))
@@ -162,7 +171,10 @@ def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, apart: Run, tm
 
 def test_memory_is_steady_over_steps(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(
-        tmp_path / "run", rollout__lag=2, training__steps=10_000, **{**LAGGING, "checkpoint__interval": 10_000}
+        tmp_path / "run",
+        rollout__max_staleness_steps=2,
+        training__steps=10_000,
+        **{**LAGGING, "checkpoint__interval": 10_000},
     )
 
     def resident() -> dict[str, float]:

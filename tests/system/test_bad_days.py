@@ -289,7 +289,7 @@ def test_a_clock_an_hour_ahead_changes_nothing_but_a_line(
     began = time.time()
     more = {"placement__hosts": '{trainer = "0-1", generator = "1"}', "checkpoint__enable": True}
     addresses = (pair[0].address, odd["clock"].address)
-    run = runs.start(tmp_path / "run", **keys(*addresses, training__steps=2, metrics__timeline=True, **more))
+    run = runs.start(tmp_path / "run", **keys(*addresses, training__steps=2, **more))
     out = said(run)
     assert run.code == 0, out
     assert " s ahead of this one's; the timeline has this one's time" in out, out

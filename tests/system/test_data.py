@@ -31,7 +31,7 @@ def mixed(folder: Path) -> dict[str, Any]:
     return {
         "task__name": "jsonl",
         "task__sources": f'{{{easy}, hard = {{path = "{folder}/hard.jsonl"}}}}',
-        "task__skip_bad_rows": True,
+        "task__bad_rows": "drop",
         "curriculum__hopeless_wait": 1,
         "eval__size": 0,
         "checkpoint__interval": 2,

@@ -34,11 +34,11 @@ async def run(config: Config, *, resumed_at: int, last: int) -> tuple[list[float
 
 def test_an_asynchronous_checkpoint_resumes_to_the_same_losses(tmp_path: Path) -> None:
     made = replace(config(tmp_path, LAYOUTS["fsdp2"]), checkpoint=CheckpointSection(async_mode="async"))
-    profiled = replace(made, profiling=ProfilingSection(enable_profiling=True, profile_freq=2, profiler_warmup=1))
+    profiled = replace(made, profiling=ProfilingSection(enable_profiling=True, profile_freq=4))
     whole, names = asyncio.run(run(profiled, resumed_at=0, last=5))
     assert {"checkpoint_save", "gc_collect", "kineto_profiler_step_call"} <= names
     traces = {path.relative_to(tmp_path) for path in tmp_path.glob("profiling/traces/*/*/*")}
-    folder = Path("profiling/traces/iteration_2/checkpoint")
+    folder = Path("profiling/traces/iteration_4/checkpoint")
     assert {folder / f"rank{rank}_trace.json.gz" for rank in (0, 1)} <= traces
     resumed, _ = asyncio.run(run(made, resumed_at=2, last=5))
     assert resumed == whole[2:]

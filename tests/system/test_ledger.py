@@ -18,7 +18,7 @@ FULL = "full.txt"
 KEYS: dict[str, Any] = {
     "task__reward": "dense_reward:digits",
     "task__eval_reward": "exact",
-    "rollout__lag": 1,
+    "rollout__max_staleness_steps": 1,
     "training__steps": 30,
     "checkpoint__interval": 3,
     "eval__interval": 0,

@@ -58,23 +58,12 @@ def test_resuming_on_another_mesh(runs: Runs, whole: RunFiles, tmp_path: Path) -
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
 
 
-def test_shared_prompts_change_no_loss_and_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {
-        "cold_start__steps": 0,
-        "training__steps": 1,
-        "training__local_batch_size": 1,
-        "eval__interval": 0,
-    }
-    shared = runs.finish(tmp_path / "shared", **keys)
-    plain = runs.finish(tmp_path / "plain", **keys, training__share_prompts=False)
-    assert sampled(shared) == sampled(plain)
-    assert losses(shared) == pytest.approx(losses(plain), abs=1e-6)
-    (saved,), (none,) = ([line["tokens/shared"] for line in run.lines("metrics.jsonl")] for run in (shared, plain))
-    assert saved > 0.1
-    assert none == 0
-    old = sampled(shared)
-    new = runs.finish(shared.folder, **keys, job__fresh=True, debug__seed=1)
-    assert Run(tmp_path / "shared.1", new.process).summary()["seed"] == 0
+def test_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"cold_start__steps": 0, "training__steps": 1, "eval__interval": 0}
+    first = runs.finish(tmp_path / "run", **keys)
+    old = sampled(first)
+    new = runs.finish(first.folder, **keys, job__fresh=True, debug__seed=1)
+    assert Run(tmp_path / "run.1", new.process).summary()["seed"] == 0
     assert new.summary()["seed"] == 1
     assert len(new.lines("metrics.jsonl")) == 1
     assert sampled(new) != old, "another seed samples other answers"

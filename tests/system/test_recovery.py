@@ -120,7 +120,7 @@ def test_a_critic_resumes_with_the_policy(runs: Runs, undisturbed: Run, tmp_path
 
 def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
-        "rollout__lag": 1,
+        "rollout__max_staleness_steps": 1,
         "generator__replicas": 2,
         "comm__train_timeout_seconds": 15,
         "fault__snapshot_interval": 2,

@@ -13,7 +13,6 @@ def test_what_the_policy_writes_is_executed_and_sees_nothing_of_the_run(runs: Ru
         environment__processes=1,
         task__reward="code_environment:judged",
         sandbox__wall_seconds=60,
-        sandbox__cpu_seconds=20,
         hosts__isolation="require",
         cold_start__steps=2,
         training__steps=2,

@@ -38,12 +38,12 @@ LARGE = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2048, "n_layer
 SECONDS = 60.0
 
 
-def moving(folder: Path, parallelism: ParallelismSection, **optimizer: Any) -> Config:
+def moving(folder: Path, parallelism: ParallelismSection) -> Config:
     """Return a config in which every part of the state changes at every step, the learning rate included."""
     return replace(
         config(folder, parallelism),
         training=TrainingSection(steps=6, seq_len=64, local_batch_size=2),
-        optimizer=OptimizerSection(lr=1e-3, weight_decay=0.01, **optimizer),
+        optimizer=OptimizerSection(lr=1e-3, weight_decay=0.01),
         lr_scheduler=LRSchedulerSection(warmup_steps=3, decay_ratio=0.5),
     )
 
@@ -111,19 +111,13 @@ def stamps(snapshot: Snapshot) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "optimizer"),
-    [
-        (ONE, {"name": "Adam", "implementation": "for-loop"}),
-        (LAYOUTS["fsdp2"], {"implementation": "foreach"}),
-        (LAYOUTS["tp2"], {}),
-    ],
+    "layout",
+    [ONE, LAYOUTS["fsdp2"], LAYOUTS["tp2"]],
     ids=["one", "fsdp2", "tp2"],
 )
-def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(
-    layout: ParallelismSection, optimizer: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(layout: ParallelismSection, tmp_path: Path) -> None:
     async def run() -> None:
-        async with trainers(moving(tmp_path, layout, **optimizer)) as mesh:
+        async with trainers(moving(tmp_path, layout)) as mesh:
             assert await mesh.begin_phase("rl", 0) == (0, "{}")
             snapshots = Snapshots(mesh, None)
             assert snapshots.newest() is None

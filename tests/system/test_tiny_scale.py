@@ -24,7 +24,7 @@ def test_a_step_of_a_shipped_config_runs_at_tiny_scale(
         "cold_start__stop_at": 0,
         "checkpoint__enable": False,
     }
-    run = runs.start(tmp_path / "run", config, small=False, **keys, metrics__timeline=True)
+    run = runs.start(tmp_path / "run", config, small=False, **keys)
     out = run.finish()
     assert run.code == 0, out
     assert "--scale tiny changes" in out

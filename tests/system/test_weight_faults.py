@@ -232,7 +232,7 @@ def test_when_the_replica_that_reads_for_its_host_dies_another_takes_over(tmp_pa
                 job=c.JobSection(dump_folder=str(tmp_path)),
                 model=replace(MODEL, dim=256, hidden_dim=512),
                 parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
-                weight_sync=c.WeightSyncSection(transport="rdma", verify="transfer", slice_mb=1),
+                weight_sync=c.WeightSyncSection(transport="rdma", verify="transfer"),
                 comm=c.CommSection(train_timeout_seconds=60),
             ),
             "cpu",

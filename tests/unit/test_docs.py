@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.config import removed_keys
 from titan_rl.config.foreign_names import KEYS as FOREIGN
+from titan_rl.config.removed_keys import REMOVED, RENAMED
 from titan_rl.config.toml import schema
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def keys_of(page: Path) -> Iterator[str]:
 
 def exists(section: str, key: str) -> bool:
     full = f"{section}.{key}"
-    return key in schema()[section] or full in (*removed_keys.KEYS, *FOREIGN, *VERL_COLUMNS)
+    return key in schema()[section] or full in (*REMOVED, *RENAMED, *FOREIGN, *VERL_COLUMNS)
 
 
 def test_there_are_few_pages() -> None:

@@ -40,12 +40,12 @@ class TaskSection:
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
     """Column of the prompt: a string or a list of chat messages. With dots inside a table. If it is the default and the
-    rows have none, those of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
+    rows lack it, the columns of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
     answer_key: str = "answer"
     """Column of the reference answer, such as "reward_model.ground_truth"."""
     demonstration_key: str = ""
-    """Column of a conversation that solves the problem: cold_start and sft train on what its assistant says, and show
-    what others say. Rows without one teach their answer, as all do if this is empty."""
+    """Column of a conversation that solves the problem: cold_start and sft train on the assistant's messages, and show
+    the others. Rows without one teach their answer, as all do if this is empty."""
     chosen_key: str = "chosen"
     """Column of the preferred answer (dpo, ipo, reward_model)."""
     rejected_key: str = "rejected"
@@ -80,31 +80,24 @@ class TaskSection:
     system_prompt: str = ""
     """System message put before the prompt. Requires template = "chat"."""
     chat_template: str = ""
-    """Jinja chat template, or the path of a file with one. Empty: that of model.hf_assets_path."""
+    """Jinja chat template, or the path of a file with one. Empty: the template in model.hf_assets_path."""
     chat_template_kwargs: Table = field(default_factory=dict, hash=False)
     """Variables of the chat template, such as {enable_thinking = false}. date_string pins the date of templates that
     write today's."""
     thinking: Literal["keep", "template"] = "keep"
     """Thinking of earlier turns: "keep" it as sampled, or strip it where the chat "template" does. That begins a branch
     of the rollout."""
-    on_unfit_rows: Literal["refuse", "drop"] = "refuse"
-    """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
-    has no tokens: "refuse" to start, or "drop" them and print how many."""
-    skip_bad_rows: bool = False
-    """Leave out rows that are no JSON objects, or lack a usable prompt or answer, and print how many. False: refuse to
-    start."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """Rows that cannot be read, lack a usable prompt or answer, or are too long for training.seq_len and
+    generator.max_model_len: "refuse" to start, or "drop" them and print how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
     solved_visits: int = bounds(0, ge=0, le=10**6)
-    """A prompt drops out when it was solved at its last N visits (docs/data.md). 0: none drops out."""
-    solved_rate: float = bounds(1.0, gt=0, le=1)
-    """Lowest share of correct answers with which a visit counts as solved."""
+    """A prompt drops out when all answers were correct at its last N visits (docs/data.md). 0: none drops out."""
     hopeless_wait: int = bounds(0, ge=0, le=10**6)
-    """Number of its turns for which a prompt waits after a hopeless visit. 0: none waits."""
-    hopeless_rate: float = bounds(0.0, ge=0, lt=1)
-    """Highest share of correct answers with which a visit counts as hopeless."""
+    """Number of its turns for which a prompt waits after a visit without a correct answer. 0: none waits."""
     correct_at: float = bounds(1.0, ge=0, le=1e6)
     """Lowest reward of an answer that counts as correct."""
 
@@ -146,17 +139,19 @@ class RolloutSection:
     """Drop tokens that are less likely than min_p times the most likely one. 0: none."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Additional stop tokens. EOS always stops."""
-    lag: int = bounds(0, ge=0, le=1000)
+    max_staleness_steps: int = bounds(0, ge=0, le=2000)
     """Maximum age, in optimizer steps, of the weights that sampled a token when it is trained on. Above 0, sampling and
     training overlap. 0: exact on-policy."""
-    window: int = bounds(0, ge=0, le=1000)
-    """Number of steps by which finished groups may overtake a slow one. The maximum age becomes lag + window."""
-    pace: bool = True
-    """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
-    speed."""
+    overtake_steps: int = bounds(0, ge=0, le=1000)
+    """Number of steps, out of max_staleness_steps, by which finished groups may overtake a slow one."""
     timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
     one call of your own reward function (the call fails), unless task.reward_seconds is set."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return for how many steps after the next one groups are sampled."""
+        return self.max_staleness_steps - self.overtake_steps
 
     @property
     def truncates(self) -> bool:
@@ -165,7 +160,7 @@ class RolloutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
-    """The defaults are those of "grpo"; presets.py lists what every other name changes."""
+    """The defaults make "grpo"; presets.py lists what every other name changes."""
 
     name: AlgorithmName = "grpo"
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
@@ -210,8 +205,8 @@ class AlgorithmSection:
     epochs: int = bounds(1, ge=1, le=1000)
     """Number of passes over the groups of a step."""
     proximal: Literal["generator", "trainer"] = "generator"
-    """Log-probs in the denominator of the ratio: those of the generator at sampling time, or those of the trainer
-    before the step's first update."""
+    """Source of the log-probs in the denominator of the ratio: the generator at sampling time, or the trainer before
+    the step's first update."""
     correction: Weight = "none"
     """Weight by the probability ratio of trainer to generator: truncated above ("*_tis"), or 0 outside its bounds
     ("*_mask"; IcePop is "token_mask")."""
@@ -234,9 +229,7 @@ class AlgorithmSection:
     """Exclude truncated rollouts from training."""
     overlong_buffer: int = bounds(0, ge=0, le=2**20)
     """Soft overlong punishment: number of tokens before rollout.max_new_tokens over which the penalty grows from 0 to
-    overlong_penalty. 0: off."""
-    overlong_penalty: float = bounds(1.0, ge=0, le=1e6)
-    """Reward subtracted from a rollout of maximum length."""
+    1. 0: off."""
     max_dead_steps: int = bounds(20, ge=0, le=10**9)
     """Stop after this many consecutive steps without any learning signal. 0: never stop."""
     beta: float = bounds(0.1, gt=0, le=1e6)
@@ -275,10 +268,8 @@ class AlgorithmSection:
 class RoleSection:
     """A model besides the policy, on its own mesh or in the trainer's processes."""
 
-    data_parallel_replicate_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """Number of replicas on its own mesh (HSDP)."""
     data_parallel_shard_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """FSDP2 sharding degree on its own mesh."""
+    """Number of ranks that its weights are sharded over (FSDP2), on its own mesh."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on its own mesh."""
 
@@ -300,8 +291,6 @@ class CriticSection(RoleSection):
     """Peak learning rate of the critic. ppo requires a value above 0."""
     warmup_steps: int = bounds(0, ge=0, le=10**9)
     """Steps of linear warm-up of the critic's rate."""
-    value_clip: float = bounds(0.2, ge=0, le=1e6)
-    """Maximum change of a value within one step. 0: no clipping."""
     hf_assets_path: str = ""
     """Hugging Face folder to start from, such as a reward model. Empty: the policy at the start of RL, with a new
     head."""

@@ -13,6 +13,8 @@ BATCHED_TOKENS = 8192
 """Tokens of one engine step on a GPU, at least: prompts are computed in few large steps."""
 RECOMPUTED_FROM = 2048
 """Tokens of a row from which on blocks are recomputed on a GPU: the memory then holds larger microbatches."""
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+"""Tokens of a block of the KV cache, the unit of prefix caching. vLLM takes multiples of 32 on a CPU."""
 CPU_CACHE_MB = 256
 """Size of the KV cache of an engine on a CPU: vLLM measures the memory of GPUs only."""
 
@@ -62,7 +64,7 @@ def keeps(config: Config) -> bool:
     free them, and a ratio against the policy of one version needs a correction (preflight/checks/algorithm.py)."""
     a = config.algorithm
     corrected = (a.proximal, a.correction) != ("trainer", "none")
-    return a.kind == "rl" and config.rollout.lag > 0 and config.placement.kind != "colocated" and corrected
+    return a.kind == "rl" and config.rollout.steps_ahead > 0 and config.placement.kind != "colocated" and corrected
 
 
 def compiles(config: Config, device: str) -> bool:
@@ -80,8 +82,8 @@ def gradient_sync(config: Config, *, fits: bool = True) -> Literal["update", "mi
 
 
 MOST_THREADS = 8
-"""Beyond that a process is given threads by hosts.threads only: no machine with more cores has measured what they add,
-and models that train on CPUs are small."""
+"""A process has more threads only by hosts.threads: their gain on machines with more cores has not been measured, and
+models that train on CPUs are small."""
 
 
 def threads(config: Config, kind: Literal["model", "generator"], device: str, cores: int) -> int:
@@ -92,9 +94,9 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     models = config.parallelism.world_size + sum(roles.values())
     if device == "cuda":  # only an optimizer in host memory computes there
         return max(1, cores // models) if kind == "model" and config.training.enable_cpu_offload else 1
-    starts = config.samples_rollouts or kind == "generator"  # trained weights are served whatever trained them
+    starts = config.samples_rollouts or kind == "generator"  # weights of any training are served
     engines = config.generator.replicas * config.generator.tensor_parallel_degree if starts else 0
-    overlap = config.algorithm.kind == "rl" and (config.rollout.lag or config.training.stream_groups)
+    overlap = config.algorithm.kind == "rl" and (config.rollout.steps_ahead or config.training.stream_groups)
     judges = roles.get("reward_model", 0)  # while other groups are sampled
     together = models + engines if overlap else models if kind == "model" else engines + judges
     return min(MOST_THREADS, max(1, cores // together))

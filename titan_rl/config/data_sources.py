@@ -14,7 +14,7 @@ from titan_rl.config.toml import Key, as_toml, did_you_mean
 class DataSource:
     """Files whose rows are read in one way."""
 
-    name: str = ""  # of its table; empty: the file of [task]
+    name: str = ""  # empty: the file of [task]
     path: str = ""
     weight: float = bounds(1.0, gt=0, le=1e6)
     prompt_key: str = ""
@@ -22,7 +22,7 @@ class DataSource:
     chosen_key: str = ""
     rejected_key: str = ""
     demonstration_key: str = ""
-    system_prompt: str = ""  # of its prompts
+    system_prompt: str = ""
     chat_template: str = ""
     chat_template_kwargs: Table = field(default_factory=dict, hash=False)
     path_key: str = "task.path"  # that names the files
@@ -39,17 +39,17 @@ OWN = ("name", "path_key", "skip_bad_rows")
 
 def source_of(task: TaskSection, path: str, path_key: str) -> DataSource:
     """Return files that are read with the keys of [task]."""
-    return DataSource(path=path, path_key=path_key, skip_bad_rows=task.skip_bad_rows, **_inherited(task))
+    return DataSource(path=path, path_key=path_key, skip_bad_rows=task.bad_rows == "drop", **_inherited(task))
 
 
 def data_sources(task: TaskSection) -> list[DataSource]:
-    """Return the sources of the training rows: those of checked tables in their order, or the file of [task]."""
+    """Return the sources of the training rows: checked tables in their order, or the file of [task]."""
     if not task.sources:
         return [source_of(task, task.path, "task.path")]
     found = []
     for name, table in task.sources.items():
         given = {**_inherited(task), **_as_floats(table)}
-        own = {"name": name, "path_key": f"task.sources.{name}.path", "skip_bad_rows": task.skip_bad_rows}
+        own = {"name": name, "path_key": f"task.sources.{name}.path", "skip_bad_rows": task.bad_rows == "drop"}
         found.append(DataSource(**given, **own))
     return found
 
@@ -62,7 +62,7 @@ def source_keys() -> dict[str, Key]:
 
 
 def source_problems(task: TaskSection) -> Iterator[str]:
-    """Yield what is wrong with the tables by themselves."""
+    """Yield the problems of the tables by themselves."""
     known = source_keys()
     if task.sources and task.path:
         yield f"task.path: expected to be unset where task.sources is set, found {as_toml(task.path)}"

@@ -18,7 +18,7 @@ RESERVED = ("score", "failed", "low", "high")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """One evaluation set. Its name is that of its table."""
+    """One evaluation set. Its table has the same name."""
 
     name: str
     path: str = ""  # as task.eval_path, with the columns of [task]; empty: the run's held-out problems
@@ -43,7 +43,7 @@ def eval_sets(tables: Mapping[str, Mapping[str, Any]]) -> list[EvalSet]:
 
 
 def problems_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what is wrong with the tables by themselves."""
+    """Yield the problems of the tables by themselves."""
     for name, table in tables.items():
         label, bad = f"eval.sets.{name}", False
         if not NAME.fullmatch(name) or name in RESERVED:

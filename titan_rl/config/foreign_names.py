@@ -4,7 +4,7 @@
 """
 
 KEYS = {
-    # TRL: GRPOConfig, and what it has from transformers' TrainingArguments
+    # TRL: GRPOConfig, with the fields of transformers' TrainingArguments
     "bf16": "training.mixed_precision_param",
     "chat_template_path": "task.chat_template",
     "dataset_name": "task.path",

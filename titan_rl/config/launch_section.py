@@ -7,18 +7,12 @@ from titan_rl.config.choices import bounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
-    name: str = ""
-    """Name of the job. Empty: that of job.dump_folder."""
     account: str = ""
     """Slurm account."""
     partition: str = ""
     """Slurm partition. Empty: the cluster's default."""
-    qos: str = ""
-    """Slurm quality of service."""
     minutes: int = bounds(0, ge=0, le=10**6)
     """Time limit of the job. A run that reaches it saves and continues in the queue. 0: the partition's own limit."""
-    gpus_per_node: int = bounds(0, ge=0, le=1024)
-    """GPUs of each node (hosts.count is the number of nodes). 0: hosts.slots, unless hosts.device is "cpu"."""
     cpus_per_node: int = bounds(0, ge=0, le=2**14)
     """Cores of each node. 0: whole nodes, for this job alone."""
     memory_gb_per_node: int = bounds(0, ge=0, le=2**20)
@@ -32,14 +26,10 @@ class LaunchSection:
     """Shell line that each node runs first, such as "source /shared/venv/bin/activate"."""
     python: str = ""
     """Python on the nodes. Empty: the one that launches; in a container python3."""
-    retries: int = bounds(1, ge=0, le=1000)
-    """How often the job starts again after the run failed (exit code 1)."""
-    requeues: int = bounds(100, ge=0, le=10**6)
-    """How often the job goes back to the queue when it is asked to stop before its time limit. Slurm only."""
     extra_args: list[str] = field(default_factory=list)
     """More arguments of sbatch, such as "--constraint=h100"."""
     namespace: str = ""
-    """Kubernetes namespace. Empty: that of the current context."""
+    """Kubernetes namespace. Empty: the current context's."""
     secrets: list[str] = field(default_factory=list)
     """Kubernetes Secrets whose keys become environment variables, such as an API key. On Slurm jobs have the
     environment of the submitting shell."""

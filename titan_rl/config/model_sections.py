@@ -10,13 +10,11 @@ from titan_rl.config.choices import MOST_RANKS, Dtype, DtypeChoice, FamilyChoice
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     name: FamilyChoice = "auto"
-    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": that of the
-    Hugging Face folder; without one, llama3."""
+    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": the
+    Hugging Face folder's; without one, llama3."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
-    flavor: str = ""
-    """TorchTitan flavor ("debugmodel", "8B", ...) to use instead of the dimensions below."""
     dim: int = bounds(128, ge=1, le=2**17)
     """Hidden size."""
     n_layers: int = bounds(4, ge=1, le=1000)
@@ -35,18 +33,12 @@ class ModelSection:
     """Experts that compute each token, in a mixture of experts (qwen3_moe)."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
-    max_seq_len: int = bounds(2048, ge=1, le=2**20)
-    """Context length written to the model's config.json."""
-    rope_theta: float = bounds(10000.0, ge=1, le=1e12)
-    """Base of the rotary position embedding (RoPE)."""
-    norm_eps: float = bounds(1e-6, ge=1e-20, le=1)
-    """Epsilon of RMSNorm."""
     enable_weight_tying: bool = False
     """Share one weight between the embedding and the output head."""
     initializer_range: float = bounds(0.02, ge=0, le=10)
     """Standard deviation of random initial weights, as in Hugging Face. 0: TorchTitan's per-layer initializers."""
     head_dtype: HeadDtype = "model"
-    """Dtype of the logits, in the trainers and in vLLM. "model": that of the forward, so bfloat16 rounds each logit to
+    """Dtype of the logits, in the trainers and in vLLM. "model": as in the forward, so bfloat16 rounds each logit to
     8 bits. "float32": keep the float32 sums of the products, for a smaller gap between the two log-probs."""
 
 
@@ -62,11 +54,8 @@ class TrainingSection:
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
     local_batch_size: int = bounds(0, ge=0, le=2**12)
-    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
-    many as fit by estimate, on a CPU as many as keep its caches warm."""
-    share_prompts: bool = True
-    """Compute once what samples in a row have in common: a prompt, and all of an answer that several samples gave.
-    Losses and gradients are the same, to rounding."""
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: the rows
+    that fit a GPU by estimate, or that keep a CPU's caches warm."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
@@ -74,21 +63,15 @@ class TrainingSection:
     mixed_precision_param: DtypeChoice = "auto"
     """Dtype of forward and backward (FSDP2 mixed precision). "auto": float32 on a CPU; on a GPU generator.dtype, or
     bfloat16 if that is "auto" too."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
     gradient_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Add up gradients over the mesh once per "update", for which ranks keep them unsharded (4 bytes per parameter /
     tensor_parallel_degree), or after each "microbatch". "auto": per update if it fits the GPU."""
-    gc_freq: int = bounds(50, ge=1, le=10**9)
-    """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer class."""
     lr: float = bounds(1e-5, gt=0, le=10)
     """Peak learning rate."""
     beta1: float = bounds(0.9, ge=0, lt=1)
@@ -99,8 +82,6 @@ class OptimizerSection:
     """Adam's epsilon."""
     weight_decay: float = bounds(0.0, ge=0, le=100)
     """Decoupled weight decay."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Torch implementation of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +105,8 @@ class ParallelismSection:
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of the trainer."""
     expert_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """Number of ranks that the experts of a layer are dealt to, among those of data_parallel_shard_degree x
-    tensor_parallel_degree. Tokens travel to them and back. 1: every rank computes all experts."""
-    enable_sequence_parallel: bool = True
-    """Use sequence parallelism within tensor parallelism."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default. On a CPU with
-    room for all ranks' copies, the default is after the last backward of an update."""
+    """Number of ranks that the experts of a layer are dealt to; data_parallel_shard_degree x tensor_parallel_degree is
+    a multiple of it. Tokens travel to them and back. 1: every rank computes all experts."""
 
     @property
     def dp(self) -> int:
@@ -172,8 +148,6 @@ class OverrideSection:
 class CheckpointSection:
     enable: bool = True
     """Write checkpoints. Without them a run cannot be resumed."""
-    folder: str = "checkpoint"
-    """Checkpoint folder, relative to job.dump_folder."""
     interval: int = bounds(20, ge=1, le=10**9)
     """Training steps between checkpoints. The last step and a clean stop always write one."""
     keep_latest_k: int = bounds(3, ge=0, le=10**9)
@@ -191,10 +165,6 @@ class ColdStartSection:
     """Examples per supervised step."""
     lr: float = bounds(1e-3, gt=0, le=10)
     """Peak learning rate of the supervised steps."""
-    warmup_steps: int = bounds(20, ge=0, le=10**9)
-    """Steps of linear warm-up of the supervised rate."""
-    decay_ratio: float = bounds(0.0, ge=0, le=1)
-    """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
     stop_at: float = bounds(0.0, ge=0, le=1)
     """End early once the score on eval.size training problems, drawn by the seed, reaches this. 0: take all steps."""
     stop_temperature: float = bounds(0.0, ge=0, le=2)
@@ -202,5 +172,3 @@ class ColdStartSection:
     the demonstrations: a greedy score jumps as the share of the choice passes one half."""
     stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
-    interval: int = bounds(500, ge=1, le=10**9)
-    """Supervised steps between checkpoints. The last step always writes one."""

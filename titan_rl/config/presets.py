@@ -2,8 +2,8 @@
 
 A file's own keys override the preset, so presets can be changed and mixed freely.
 
-A preset means the same at every rollout.lag: its ratio is against the log-probs of sampling (proximal = "generator"),
-as PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
+A preset means the same at every staleness: its ratio is against the log-probs of sampling (proximal = "generator"), as
+PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
 ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Two presets need
 other keys, see `resolve`: opd with a lag, and gspo in 16 bits.
 """
@@ -77,4 +77,4 @@ def algorithm_of(own: dict[str, Any], config: Config, *, gpus: bool = False) -> 
     planned = gpus or hosts.device == "cuda" or hosts.gpu_memory_gb > 0
     auto = "bfloat16" if planned and hosts.device != "cpu" else "float32"
     dtypes = [auto if dtype == "auto" else dtype for dtype in dtypes]
-    return AlgorithmSection(**resolve(own, lag=config.rollout.lag, dtypes=dtypes))
+    return AlgorithmSection(**resolve(own, lag=config.rollout.steps_ahead, dtypes=dtypes))

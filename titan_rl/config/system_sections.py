@@ -31,28 +31,16 @@ class DebugSection:
 class MetricsSection:
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
-    save_tb_folder: str = "tb"
-    """TensorBoard folder, relative to job.dump_folder."""
-    timeline: bool = True
-    """Write timeline.json, the activity of every process, for ui.perfetto.dev or chrome://tracing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingSection:
     enable_profiling: bool = False
     """Write a torch.profiler trace of the trainers every profile_freq steps."""
-    save_traces_folder: str = "profiling/traces"
-    """Folder of the traces, relative to job.dump_folder."""
-    profile_freq: int = bounds(10, ge=1, le=10**9)
-    """Steps of one profiling cycle: idle, warm-up, active."""
-    profiler_warmup: int = bounds(3, ge=0, le=10**6)
-    """Steps that run under the profiler before it records."""
-    profiler_active: int = bounds(1, ge=1, le=10**6)
-    """Steps that a trace records."""
+    profile_freq: int = bounds(10, ge=4, le=10**9)
+    """Steps from one trace to the next. The 3 before a traced one warm the profiler up."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of the allocator's history every profile_freq steps (GPU), for pytorch.org/memory_viz."""
-    save_memory_snapshot_folder: str = "profiling/memory_snapshot"
-    """Folder of the snapshots, relative to job.dump_folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +61,8 @@ class FaultSection:
     """Replace a generator rank that shows no progress, or an environment process that is silent, for this long. Keep it
     above the longest engine step. Until an engine has its first weights, comm.init_timeout_seconds applies instead."""
     max_restarts: int = bounds(3, ge=0, le=10**6)
-    """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
+    """Maximum respawns of one role within 10 minutes. The next failure ends the run, which can be resumed.
     0 disables respawning."""
-    restart_window_seconds: float = bounds(600.0, gt=0, le=MOST_SECONDS)
-    """Length of the window in which max_restarts counts."""
     min_replicas: int = bounds(1, ge=1, le=MOST_RANKS)
     """Minimum generator replicas. The run continues with fewer replicas when some cannot be replaced, down to this
     number."""
@@ -87,23 +73,12 @@ class FaultSection:
     """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
     checkpoints."""
     snapshot_gbps: float = bounds(0.0, ge=0, le=10**6)
-    """Most gigabits per second that a host reads of other hosts' snapshots, to keep its copies of them. 0: as many as
-    the link gives."""
-    reward_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
-    prompt."""
-    environment_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts at a rollout whose environment process dies and whose turns cannot be replayed, because the environment
-    then asks something else. Each begins from the start, with the same seeds."""
+    """Limit in gigabits per second of a host's reads of other hosts' snapshots. 0: none."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
     """Time to stop in after SIGINT, SIGTERM or SIGHUP. The current step is finished and saved if there is time for
     both; otherwise the step before it is saved. Keep it a few seconds below what a scheduler waits before it kills."""
-    straggler_factor: float = bounds(2.0, gt=1, le=1e6)
-    """Report a replica or rank as a straggler when it takes this many times its peers' median."""
-    straggler_steps: int = bounds(5, ge=0, le=10**9)
-    """Consecutive slow steps before a straggler is reported. 0: never report."""
     max_bad_steps: int = bounds(3, ge=0, le=10**9)
     """Consecutive steps with a non-finite gradient, whose updates are skipped, before on_bad_steps applies. 0:
     never."""
@@ -133,10 +108,6 @@ class GeneratorSection:
     vLLM's measurement, or with placement.kind = "colocated" by the plan's estimate."""
     gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
     """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU."""
-    block_size: int = bounds(32, ge=1, le=1024)
-    """Tokens per KV-cache block, the unit of prefix caching."""
-    enable_prefix_caching: bool = True
-    """Share the KV cache of the prompt between the samples of a group."""
     enforce_eager: Switch = "auto"
     """Run vLLM without CUDA graphs. "auto": false on a GPU, true on a CPU."""
 
@@ -156,7 +127,7 @@ class EnvironmentSection:
     concurrency: int = bounds(64, ge=1, le=2**16)
     """Maximum number of rollouts that one process runs at the same time. More of them wait."""
     max_turns: int = bounds(8, ge=1, le=10**6)
-    """Maximum turns of a rollout. One that reaches it ends with what it has earned so far."""
+    """Maximum turns of a rollout. One that reaches it ends with the reward that it has earned so far."""
     max_tokens: int = bounds(0, ge=0, le=2**20)
     """Maximum tokens of a rollout after its prompt, sampled and read. 0: what training.seq_len and
     generator.max_model_len leave."""
@@ -175,24 +146,11 @@ class SandboxSection:
     require: list[str] = field(default_factory=lambda: ["namespaces", "landlock", "seccomp"])
     """Layers that the sandbox has; nothing runs without one of them. Leave out "namespaces" where containers forbid
     them, or "landlock" on old kernels; docs/security.md lists the gaps then."""
-    workers: int = bounds(2, ge=1, le=1024)
-    """Number of executions at the same time in one process that uses the sandbox: an environment, a reward. More of
-    them wait."""
-    cpu_seconds: int = bounds(5, ge=1, le=10**6)
-    """CPU time of each process of an execution."""
     wall_seconds: float = bounds(10.0, ge=0.1, le=10**6)
     """Time of an execution. All its processes are killed then."""
     memory_mb: int = bounds(512, ge=32, le=2**22)
     """Memory of an execution in MiB. A process never gets more; several of them are killed a moment after they have
     it."""
-    processes: int = bounds(16, ge=1, le=10**4)
-    """Processes and threads of an execution at the same time."""
-    file_mb: int = bounds(16, ge=1, le=2**20)
-    """Size of one file in MiB."""
-    disk_mb: int = bounds(64, ge=1, le=2**20)
-    """Size of the scratch folder in MiB. It is in memory, and counts against no other limit."""
-    output_kb: int = bounds(64, ge=1, le=2**16)
-    """Output of an execution in KiB, stdout and stderr together. More of it ends the execution."""
     packages: bool = False
     """Let Python programs import the packages that are installed for the run, such as numpy."""
     cgroup: str = ""
@@ -205,8 +163,6 @@ class WeightSyncSection:
     transport: Literal["auto", "shm", "rdma"] = "auto"
     """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": "shm" when all processes
     share a host."""
-    slice_mb: int = bounds(8, ge=1, le=64)
-    """Size of one RDMA read. 4 to 8 measured best over Monarch's TCP fallback."""
     block_kb: int = bounds(1024, ge=1, le=65536)
     """Size of a block, the unit of checksums. They are computed right after packing, so a block should fit in a core's
     cache."""
@@ -233,7 +189,7 @@ class HostsSection:
     addresses: list[str] = field(default_factory=list)
     """Addresses of the running workers, such as "tls://node1:26600", in the order in which hosts are filled."""
     ssh: str = "ssh -o BatchMode=yes"
-    """With kind "ssh": the command, with options, to which a host's name and what it shall run are appended."""
+    """With kind "ssh": the command, with options, to which a host's name and the host's command are appended."""
     own_address: str = ""
     """Name or IP of this host that the workers reach the run by. Empty: the host's name."""
     ports: str = ""
@@ -243,14 +199,14 @@ class HostsSection:
     """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl.worker --init-tls makes them. Runs across hosts
     need it."""
     insecure: bool = False
-    """Allow addresses that begin with tcp://: no encryption, and whoever reaches a port executes code as you."""
+    """Allow addresses that begin with tcp://: no encryption, and anyone who reaches a port executes code as you."""
     join_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
     """Deadline for all workers to answer at the start."""
     orphan_seconds: float = bounds(30.0, ge=2, le=MOST_SECONDS)
     """Ranks on other hosts end when the run has not answered for this long. After the loss of a host that may be only
     cut off, trainers resume when this has passed."""
     slots: int = bounds(0, ge=0, le=10**5)
-    """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts says where; else an
+    """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts is set; else an
     even share of the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
@@ -262,7 +218,7 @@ class HostsSection:
     link_gbps: float = bounds(0.0, ge=0, le=10**6)
     """Bandwidth of one host's network in Gbit/s, each way, for the lower bounds that --dry-run prints. 0: unknown."""
     isolation: Literal["auto", "require", "off"] = "auto"
-    """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
+    """Put the run's sockets into a private network namespace, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
     threads: int = bounds(0, ge=0, le=1024)
     """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
@@ -282,7 +238,7 @@ class HostsSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
     kind: Literal["disaggregated", "colocated"] = "disaggregated"
-    """"disaggregated" gives generators and trainers devices of their own; "colocated" makes them take turns on the same
+    """"disaggregated" gives generators and trainers separate devices; "colocated" makes them take turns on the same
     devices: engines sleep while the trainers compute."""
     hosts: Table = field(default_factory=dict, hash=False)
     """Hosts of a role by number, such as {trainer = "0-1", generator = "2"}: its dp rows, or replicas, are dealt evenly

@@ -23,15 +23,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_rl.config import removed_keys
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import VALUES
 from titan_rl.config.presets import algorithm_of
+from titan_rl.config.removed_keys import REMOVED, RENAMED, Renamed
 from titan_rl.config.sections import Config
 
 SCALARS = (bool, int, float, str)
 SHIPPED = Path(__file__).parents[1] / "train_configs"
-MOST_BYTES = 2**20  # of a TOML file: whatever is larger is something else
+CONFIG = "config.toml"
+"""Name of the file that holds a run's config, in its dump folder."""
+MOST_BYTES = 2**20
+"""Size of a TOML file, at most: a larger file is not a config."""
+REMOVED_SECTIONS = dict.fromkeys(name.partition(".")[0] for name in REMOVED)
 
 
 class ConfigError(Exception):
@@ -40,6 +44,10 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class EarlierRun(ConfigError):
+    """A run's config has a removed key on which its files depend: this version cannot read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,45 +186,83 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def load(path: Path, overrides: Sequence[tuple[str, str]] = (), *, gpus: bool = False) -> Config:
+def load(
+    path: Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    gpus: bool = False,
+    of_run: bool = False,
+    notes: list[str] | None = None,
+) -> Config:
     """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20").
-    `gpus`: whether this machine has any, which decides keys of a preset (presets.py)."""
+
+    gpus: this machine has some, which decides keys of a preset (presets.py). of_run: the file is in a run's folder, and
+    may be of an earlier version: its removed keys have no effect. notes: gets a line for each key without an effect,
+    and for each renamed key of a file of the user's.
+    """
     problems: list[str] = []
+    ignored: list[str] = []
+    renamed: dict[str, Renamed] = {}  # by label
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
-    def put(section: str, name: str, value: Any, label: str) -> None:
-        key = schema()[section][name]
+    def valid(section: str, name: str, key: Key, value: Any, label: str) -> Any:
+        """Return the value in the type of the key, or None after noting a problem."""
         if key.type is float and type(value) is int:
             value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused below; float() would raise
-        if key.accepts(value) and (unusual := _unwritable(value)):
-            problems.append(f"{label}: expected text that UTF-8 can encode, without NUL, found {unusual}")
-        elif key.accepts(value):
-            values[section][name] = value
-        else:
+        if not key.accepts(value):
             elsewhere = VALUES.get((section, name, str(value)))
             hint = f"; {elsewhere}" if elsewhere else did_you_mean(str(value), map(as_text, key.choices))
             problems.append(f"{label}: expected {key.expected}, found {_shown(value)}{hint}")
+            return None
+        if unusual := _unwritable(value):
+            problems.append(f"{label}: expected text that UTF-8 can encode, without NUL, found {unusual}")
+            return None
+        return value
+
+    def put(section: str, name: str, value: Any, label: str, *, text: bool = False) -> bool:
+        """Take a value, or a flag's text. Return False if there is no such key."""
+        new, removed = RENAMED.get(f"{section}.{name}"), REMOVED.get(f"{section}.{name}")
+        like, _, of = (new.like if new else f"{section}.{name}").partition(".")
+        if key := schema().get(like, {}).get(of):
+            value = valid(section, name, key, key.parse(value) if text else value, label)
+            if value is not None:
+                now = new.becomes(value, values[section]) if new else {name: value}
+                values[section] |= now
+                renamed.update({label: new} if new and now else {})
+        elif removed and not removed.is_default(value):
+            if not of_run:
+                return False
+            if removed.decides_files:
+                raise EarlierRun([f"{label}: {_unknown(section, name)}"])
+            ignored.append(f"{section}.{name} = {_shown(value)}, of an earlier version, has no effect")
+        return bool(key or removed)
 
     for file, section, table in _tables(path, problems):
-        if section not in schema() or not isinstance(table, dict):
+        if section not in (schema() | REMOVED_SECTIONS) or not isinstance(table, dict):
             problems.append(f"{file}: {_misplaced(section, table)}")
             continue
         for name, value in table.items():
-            if name in schema()[section]:
-                put(section, name, value, f"{file}: [{section}] {name}")
-            elif not _is_default_of_removed(section, name, as_toml(value)):
+            if not put(section, name, value, f"{file}: [{section}] {name}"):
                 problems.append(f"{file}: {_unknown(section, name)}")
     for flag, text in overrides:
         section, _, name = flag.partition(".")
-        if name in schema().get(section, {}):
-            put(section, name, schema()[section][name].parse(text), f"--{flag}")
-        elif not _is_default_of_removed(section, name, text):
+        if not put(section, name, text, f"--{flag}", text=True):
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
+    if notes is not None:
+        notes += ignored
+        for label, new in renamed.items() if not of_run else ():
+            now = (f"{new.section}.{name} = {as_toml(values[new.section][name])}" for name in new.names)
+            notes.append(f"{label}: its name is now {' and '.join(now)}")
     own = values.pop("algorithm", {})
     config = Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
     return replace(config, algorithm=algorithm_of(own, config, gpus=gpus))
+
+
+def load_of_run(folder: Path, overrides: Sequence[tuple[str, str]] = (), notes: list[str] | None = None) -> Config:
+    """Read the config of the run in a folder, which may be of an earlier version."""
+    return load(folder / CONFIG, overrides, of_run=True, notes=notes)
 
 
 def to_toml(config: Config) -> str:
@@ -266,7 +312,7 @@ def _flat(table: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
-    """Yield (file name, section, its keys): those of the file's base first, so that the file's own keys win."""
+    """Yield (file name, section, its keys): first the keys of its base, so that the file's own keys win."""
     tables = _read(path, problems)
     base = tables.pop("base", None)
     chain = (*above, path.resolve())
@@ -323,17 +369,11 @@ def _misplaced(section: str, table: Any) -> str:
     return _unknown(section, "")
 
 
-def _is_default_of_removed(section: str, name: str, text: str) -> bool:
-    """Return whether this key was removed, and is set to the value that it had by default."""
-    removed = removed_keys.KEYS.get(f"{section}.{name}")
-    return removed is not None and text == as_toml(removed.default)
-
-
 def _unknown(section: str, name: str) -> str:
+    if removed := REMOVED.get(f"{section}.{name}"):
+        return f"[{section}] has no key {name!r} any more; {removed.advice}"
     if section not in schema():
         return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
-    if removed := removed_keys.KEYS.get(f"{section}.{name}"):
-        return f"[{section}] has no key {name!r} any more; {removed.advice}"
     if homes := _homes(name):
         return f"[{section}] has no key {name!r}; it is a key of {homes}"
     return f"[{section}] has no key {name!r}" + did_you_mean(name, schema()[section])

@@ -1,6 +1,5 @@
 """The job that a scheduler runs, as a pure function of a config; and the checks of the keys that it needs."""
 
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,12 @@ from titan_rl.preflight.checks.hosts import MOUNT, stop_seconds
 
 Scheduler = Literal["slurm", "kubernetes"]
 PROGRAMS = ("sbatch", "squeue", "scontrol")
-JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")  # Kubernetes adds a dash and a number, of 63 characters
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
+
+RETRIES = 1
+"""Starts of a job after its run has failed (exit code 1)."""
+REQUEUES = 100
+"""Returns of a Slurm job to the queue after it was asked to stop before its time limit."""
 
 WAIT = """\
 while :; do
@@ -46,7 +49,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.config.launch.name or self.folder.name
+        return self.folder.name
 
     @property
     def nodes(self) -> int:
@@ -100,7 +103,7 @@ def changed_toml(config: Config) -> str:
 
 
 def gpus_of_node(config: Config) -> int:
-    return config.launch.gpus_per_node or (config.hosts.slots if config.hosts.device != "cpu" else 0)
+    return config.hosts.slots if config.hosts.device != "cpu" else 0
 
 
 def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[str]:
@@ -108,7 +111,7 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
     if prints and config.job.fresh:
         yield "job.fresh: expected false with --print, which moves no folder, found true"
     if config.hosts.device == "cuda" and not gpus_of_node(config):
-        yield 'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0'
+        yield 'hosts.slots: expected the GPUs of each node with hosts.device = "cuda", found 0'
     if on == "slurm":
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing and not prints:
@@ -124,9 +127,6 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
         yield "launch.image: expected a container image with --on kubernetes, found none"
     if config.job.fresh:
         yield "job.fresh: expected false with --on kubernetes: pods that start again would start over, found true"
-    if launch.name and not JOB_NAME.fullmatch(launch.name):
-        expected = "lowercase letters, digits and dashes, at most 52,"
-        yield f"launch.name: expected {expected} with --on kubernetes, found {as_toml(launch.name)}"
     targets = [mount.split(":")[1] for mount in launch.mounts if MOUNT.fullmatch(mount)]
     folder = PurePosixPath(config.job.dump_folder)
     if not any(folder.is_relative_to(target) for target in targets):

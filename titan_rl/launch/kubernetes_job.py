@@ -124,7 +124,7 @@ def live_kubernetes_job(job: Job, cluster: Cluster) -> KubernetesJob | None:
     if existing is None:
         return None
     if LABELS.items() - existing["metadata"].get("labels", {}).items():
-        raise ApiRefused(f"launch.name: expected a name that no other Job has in {cluster.namespace}, found {name}")
+        raise ApiRefused(f"job.dump_folder: expected a name that no other Job has in {cluster.namespace}, found {name}")
     live = KubernetesJob(cluster, name)
     if live.look() != ENDED:
         return live

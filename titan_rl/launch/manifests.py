@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from titan_rl.launch.job import WAIT, Job
+from titan_rl.launch.job import RETRIES, WAIT, Job
 
 PORT = 26600
 OWN = "/titan_rl"  # in the pods: TOML and certificates
@@ -84,7 +84,7 @@ def job_spec(job: Job, name: str) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": launch.retries,
+        "backoffLimit": RETRIES,
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         "podFailurePolicy": {
             "rules": [

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_rl.launch.job import WAIT, Job
+from titan_rl.launch.job import REQUEUES, RETRIES, WAIT, Job
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels deal out by themselves
 
@@ -78,7 +78,7 @@ rm -rf "$launch/tls-$SLURM_JOB_ID"
 
 def script(job: Job, cwd: Path) -> str:
     """Return the script of a job that runs in the folder `cwd`."""
-    launch, several = job.config.launch, job.nodes > 1
+    several = job.nodes > 1
     parts = {
         "SBATCH": "\n".join(f"#SBATCH {argument}" for argument in arguments(job, cwd)),
         "LAUNCH": shlex.quote(str(job.own)),
@@ -90,8 +90,8 @@ def script(job: Job, cwd: Path) -> str:
         "RUN_VALUES": ' "$addresses" "$tls"' if several else "",
         "WAIT": WAIT,
         "END_WORKERS": END_WORKERS if several else "",
-        "REQUEUES": str(launch.requeues),
-        "RETRIES": str(launch.retries),
+        "REQUEUES": str(REQUEUES),
+        "RETRIES": str(RETRIES),
     }
     return filled(SCRIPT, parts)
 
@@ -133,7 +133,6 @@ def arguments(job: Job, cwd: Path) -> list[str]:
         "mem": f"{launch.memory_gb_per_node}G" if launch.memory_gb_per_node else "",
         "account": launch.account,
         "partition": launch.partition,
-        "qos": launch.qos,
         "time": launch.minutes,
         "signal": f"B:USR1@{job.stop_seconds}",
         "chdir": cwd,

@@ -8,7 +8,7 @@ from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.config.toml import ConfigError, as_text, as_toml, load
+from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.preflight.memory import UNKNOWN, Cut, count, lent, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
@@ -51,9 +51,10 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     facts.append(("run", str(setup.folder)))
+    ignored: list[str] = []
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
-        if changed := ", ".join(changed_keys(setup)):
+        if changed := ", ".join(changed_keys(setup, ignored)):
             facts.append(("changed", changed))
     shapes = setup.role_shapes
     meshes += [model_row(setup, name, role.parallelism, shapes.get(name, shape)) for name, role in config.roles.items()]
@@ -63,16 +64,17 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         placed = place(config, slots)
         hosts = host_rows(config, placed, slots)
         facts.append(("lost host", after_loss(config, placed, slots)))
-    remarks = [*warnings, *setup.dropped, *setup.resume_notes]
+    remarks = [*warnings, *setup.dropped, *setup.resume_notes, *ignored]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
 
 
-def changed_keys(setup: Setup) -> list[str]:
-    """Return the keys that have changed since the run's last start, without [job]."""
+def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:
+    """Return the keys that have changed since the run's last start, without [job]. `ignored` gets a line for each key
+    of an earlier version that has no effect."""
     try:
-        before = load(setup.folder / "config.toml")
-    except (ConfigError, OSError):  # written by another version
+        before = load_of_run(setup.folder, notes=ignored)
+    except (ConfigError, OSError):  # written by a later version
         return []
     both = differences(on_device(before, setup.device), setup.config)
     return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if not key.startswith("job.")]
@@ -113,7 +115,7 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     shards = p.data_parallel_shard_degree * p.tensor_parallel_degree
     holds = f"frozen weights {size(weights // shards)} per rank"
     if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
-        holds = f"weights, gradients, {config.optimizer.name}: {size(4 * weights // shards)} per rank"
+        holds = f"weights, gradients, AdamW: {size(4 * weights // shards)} per rank"
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
     if name in ("trainer", "critic") and config.fault.snapshot_interval:
@@ -214,7 +216,8 @@ def algorithm(config: Config) -> str:
     updates = f", {a.updates} updates per step" if a.updates > 1 else ""
     kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
     return (
-        f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}{updates}; "
+        f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
+        f"at most {r.max_staleness_steps} steps stale{updates}; "
         f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}"
     )
 

@@ -102,10 +102,10 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
-    arguments, gpus, scaled = read(argv), found_gpus(), list[str]()
+    arguments, gpus, scaled, notes = read(argv), found_gpus(), list[str](), list[str]()
     try:
         path = config_file.find(arguments.config)
-        config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0)
+        config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0, notes=notes)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
     if arguments.scale == TINY:
@@ -126,6 +126,7 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         dry_run=arguments.dry_run,
         gpus=gpus,
         problems=tuple(arguments.problems),
+        warnings=tuple(notes),
         scaled=tuple(scaled),
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
-from titan_rl.config.auto import resolved
+from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
@@ -186,10 +186,8 @@ def tokens(config: Config) -> int:
 
 def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
     """Return the weights in the compute dtype that FSDP2 has gathered at once: the block at work, the next one, and the
-    last group (norm and head), which TorchTitan keeps; or all of them."""
+    last group (norm and head), which TorchTitan keeps."""
     each = BYTES[config.training.mixed_precision_param]
-    if p.fsdp_reshard_after_forward == "never":
-        return MemoryPart(sharded.whole * each, f"all {count(sharded.whole)} x {each}")
     formula = f"(2 blocks of {count(sharded.block)} + the head's {count(sharded.last)}) x {each}"
     return MemoryPart((2 * sharded.block + sharded.last) * each, formula)
 
@@ -198,7 +196,7 @@ def unreduced(config: Config, sharded: ShardedModel) -> MemoryPart:
     """Return a rank's gradients before they are reduced: of all parameters, or of one FSDP2 group, as computed and as
     they are reduced."""
     t = config.training
-    reduced = BYTES[t.mixed_precision_reduce]
+    reduced = BYTES["float32"]
     if t.gradient_sync == "update":
         return MemoryPart(sharded.whole * reduced, f"all {count(sharded.whole)} x {reduced}, kept until the update")
     group, computed = max(sharded.block, sharded.last), BYTES[t.mixed_precision_param]
@@ -218,7 +216,7 @@ def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> Mem
 def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
     """Return the bytes that one block keeps per token: what its operations save for their backward, less weights."""
     each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
-    stream = shape.dim * each // (tp if p.enable_sequence_parallel else 1)  # one tensor of the residual stream
+    stream = shape.dim * each // tp  # one tensor of the residual stream
     queries, keys = (heads * shape.head_dim * each // tp for heads in (shape.n_heads, shape.n_kv_heads))
     wide = shape.hidden_dim * each // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
@@ -265,7 +263,7 @@ def head(config: Config, shape: ModelShape) -> MemoryPart:
     """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
     compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    targets = tokens(config) * (MOST_TARGETS if config.training.share_prompts else 1)
+    targets = tokens(config) * MOST_TARGETS
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
         masks = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
@@ -379,7 +377,7 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
 def in_flight(config: Config) -> int:
     """Return how many rollouts are sampled at the same time. Environment processes drive a limited number."""
     r, e = config.rollout, config.environment
-    samples = r.groups_per_step * r.group_size * (1 + r.lag)
+    samples = r.groups_per_step * r.group_size * (1 + r.steps_ahead)
     return min(samples, e.processes * e.concurrency) if config.rollout_code else samples
 
 
@@ -428,9 +426,10 @@ def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom |
     if not nbytes:
         return None
     samples = in_flight(config) if config.algorithm.kind == "rl" else config.eval.size or 1
-    block = g.block_size * cache_bytes_per_token(config, shape)
+    size = BLOCK_TOKENS["cuda" if gpu_bytes else "cpu"]
+    block = size * cache_bytes_per_token(config, shape)
     wanted = min(g.max_num_seqs, math.ceil(samples / g.replicas))
-    return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, g.block_size, wanted)
+    return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, size, wanted)
 
 
 @dataclass(frozen=True, slots=True)

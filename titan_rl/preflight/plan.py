@@ -16,7 +16,7 @@ from titan_rl.record.missing_records import missing_records
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import Example
-from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
+from titan_rl.tasks.judging import REWARD_ATTEMPTS, RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.procedural import Problems as EndlessProblems
 from titan_rl.tasks.procedural import Unfit
@@ -91,8 +91,7 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        attempts = config.fault.reward_attempts
-        return Problems(prompts, judge, policy.sampling, attempts=attempts, parallel=judges.parallel)
+        return Problems(prompts, judge, policy.sampling, attempts=REWARD_ATTEMPTS, parallel=judges.parallel)
 
     heldout = problems(task.heldout)
 
@@ -167,7 +166,7 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     task, notes = replace(task, curriculum=config.curriculum), [*task.notes]
-    if config.task.on_unfit_rows == "drop":
+    if config.task.bad_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
         fit = [example for i, example in enumerate(task.heldout) if i not in heldout]
@@ -184,7 +183,7 @@ def fitting(
     rows = set_rows(config, chosen)
     dropped += rows.notes(f"eval.sets.{chosen.name}.path")
     examples = rows.examples
-    if config.task.on_unfit_rows == "refuse":  # the checks have measured them
+    if config.task.bad_rows == "refuse":  # the checks have measured them
         return examples
     files = replace(config, task=replace(config.task, name="jsonl"))
     _, unfit = unfit_rows(files, replace(task, train=(), heldout=examples), tokenizer)
@@ -196,7 +195,7 @@ def _dropped(rows: str, examples: Sequence[Example], unfit: Mapping[int, str]) -
     if not unfit:
         return []
     first = first_unfit(examples, unfit)
-    return [f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {rows} are dropped; {first}"]
+    return [f"task.bad_rows: {len(unfit)} of {len(examples)} {rows} are dropped; {first}"]
 
 
 def policy_of(config: Config, own_folder: Path) -> Policy:

@@ -1,10 +1,17 @@
-"""Finds the models' dimensions: in [model], in a TorchTitan flavor, or in a Hugging Face folder."""
+"""Finds the models' dimensions: in [model], or in a Hugging Face folder."""
 
 from contextlib import suppress
 
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.wire.model_families import FAMILIES
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+
+MAX_SEQ_LEN = 2**15
+"""Context length, in tokens, of a model that [model] describes."""
+ROPE_THETA = 10000.0
+"""Base of its rotary position embedding."""
+NORM_EPS = 1e-6
+"""Epsilon of its RMSNorm."""
 
 
 def shape_of(model: ModelSection) -> ModelShape:
@@ -16,10 +23,6 @@ def shape_of(model: ModelSection) -> ModelShape:
             raise ValueError(f'model.name: {expected}, found "{model.name}"')
         return shape
     family = "llama3" if model.name == "auto" else model.name
-    if model.flavor:
-        from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan, which takes seconds
-
-        return shape_of_flavor(family, model.flavor)
     routed = FAMILIES[family].experts
     return ModelShape(
         family=family,
@@ -30,9 +33,9 @@ def shape_of(model: ModelSection) -> ModelShape:
         n_kv_heads=model.n_kv_heads,
         head_dim=model.head_dim or model.dim // model.n_heads,
         hidden_dim=model.hidden_dim,
-        max_seq_len=model.max_seq_len,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
+        max_seq_len=MAX_SEQ_LEN,
+        rope_theta=ROPE_THETA,
+        norm_eps=NORM_EPS,
         tied=model.enable_weight_tying,
         experts=model.experts if routed else 0,
         experts_per_token=model.experts_per_token if routed else 0,

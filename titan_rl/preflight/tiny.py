@@ -25,9 +25,9 @@ from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a smaller model is not shrunk
-DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree")
 MODEL_KEYS = (
-    *("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"),
+    *("dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"),
     *("experts", "experts_per_token"),
 )
 HOSTS = 2  # in place of more
@@ -37,6 +37,7 @@ AT_MOST: dict[str, int] = {
         for section in ("parallelism", "reference", "critic", "reward_model", "teacher")
         for key in DEGREES
     },
+    "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.expert_parallel_degree": 2,
     "cold_start.steps": 20,
     "cold_start.batch_size": 16,
@@ -57,7 +58,6 @@ VALUES: dict[str, Any] = {
     "algorithm.max_dead_steps": 0,  # a random model earns no reward
     "generator.max_model_len": 0,
     "generator.kv_cache_memory_mb": 64,
-    "generator.block_size": 32,
     "generator.enforce_eager": True,
     "training.enable_cpu_offload": False,
     "profiling.enable_memory_snapshot": False,
@@ -66,7 +66,6 @@ VALUES: dict[str, Any] = {
     "hosts.gpu_memory_gb": 0.0,
     "hosts.memory_gb": 0.0,
     "hosts.link_gbps": 0.0,
-    "launch.gpus_per_node": 0,
 }
 
 
@@ -107,8 +106,6 @@ def _model(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(model: ModelSection) -> float:
-    if model.flavor:  # asking TorchTitan takes seconds
-        return math.inf
     try:
         return shape_of(model).parameters
     except (ValueError, ZeroDivisionError):
@@ -127,7 +124,7 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
         except FileNotFoundError:
             missing = True
     if not missing:
-        yield "task.on_unfit_rows", "drop"
+        yield "task.bad_rows", "drop"
         return
     yield "task.name", "addition"
     yield from ((f"task.{key}", schema()["task"][key].default) for key in ("path", "eval_path", "sources"))

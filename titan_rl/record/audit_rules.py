@@ -16,6 +16,7 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.ledger import NAME, digest, read_checksum
 from titan_rl.record.lines import fields, invalid, objects
 from titan_rl.record.run_history import METRIC, METRICS, ROLLOUTS, History, PromptHistory
+from titan_rl.wire.checkpoint_sums import FOLDER
 
 ROLLOUT = fields(
     "step prompt_id sample",
@@ -81,12 +82,12 @@ def steps_whole(history: History) -> Iterator[str]:
 
 
 def steps_in_order(history: History) -> Iterator[str]:
-    """Without a window, prompts are trained on in the source's order."""
+    """Without rollout.overtake_steps, prompts are trained on in the source's order."""
     for start in history.starts:
         order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
         late = [b for a, b in pairwise(order) if b < a]
-        if late and start.bounds["rollout.window"] == 0:
-            yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
+        if late and start.bounds["rollout.overtake_steps"] == 0:
+            yield f"prompt {late[0]} was trained on after a later one, though rollout.overtake_steps is 0"
 
 
 def nothing_stale(history: History) -> Iterator[str]:
@@ -94,17 +95,20 @@ def nothing_stale(history: History) -> Iterator[str]:
     for id, prompt in history.prompts.items():
         if prompt.undone or not (bounds := prompt.start.bounds):
             continue
-        lag, window, size = (bounds[f"rollout.{key}"] for key in ("lag", "window", "group_size"))
-        if prompt.turn - 1 - prompt.admitted > lag:
-            yield f"prompt {id} was admitted after step {prompt.admitted} for step {prompt.turn}, rollout.lag is {lag}"
+        oldest, overtake, size = (
+            bounds[f"rollout.{key}"] for key in ("max_staleness_steps", "overtake_steps", "group_size")
+        )
+        if prompt.turn - 1 - prompt.admitted > oldest - overtake:
+            ahead = f"rollout.max_staleness_steps - overtake_steps is {oldest - overtake}"
+            yield f"prompt {id} was admitted after step {prompt.admitted} for step {prompt.turn}, {ahead}"
         if prompt.trained is None:
             continue
         if len(prompt.tokens or ()) != size:
             yield f"prompt {id} has {len(prompt.tokens or ())} samples, expected {size}"
-        if prompt.trained > prompt.turn + window:
+        if prompt.trained > prompt.turn + overtake:
             yield f"prompt {id} was trained on at step {prompt.trained}, its turn was step {prompt.turn}"
-        if prompt.versions and (age := prompt.trained - 1 - prompt.versions[0]) > lag + window:
-            yield f"prompt {id} was {age} steps old at step {prompt.trained}, the bound is {lag + window}"
+        if prompt.versions and (age := prompt.trained - 1 - prompt.versions[0]) > oldest:
+            yield f"prompt {id} was {age} steps old at step {prompt.trained}, the bound is {oldest}"
 
 
 def rollouts_agree(history: History) -> Iterator[str]:
@@ -215,7 +219,7 @@ def checkpoints_saved(history: History) -> Iterator[str]:
         return
     for step in Checkpoints.of(history.folder, history.config).whole_steps():
         if step not in history.saved:
-            yield f"{history.config.checkpoint.folder}/step-{step} is whole, but the ledger never saved step {step}"
+            yield f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}"
 
 
 Rule = Callable[[History], Iterator[str]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.sections import Config
-from titan_rl.wire.checkpoint_sums import METADATA, SUMS, damage
+from titan_rl.wire.checkpoint_sums import FOLDER, METADATA, SUMS, damage
 from titan_rl.wire.types import PhaseName
 
 
@@ -28,7 +28,7 @@ class Checkpoints:
     @classmethod
     def of(cls, folder: Path, config: Config, phase: PhaseName = "rl") -> "Checkpoints":
         """Return the checkpoints of a phase in a run's folder."""
-        policy = folder / config.checkpoint.folder
+        policy = folder / FOLDER
         if phase == "cold_start":
             return cls((policy / "cold_start",))
         return cls((policy, policy / "critic") if config.algorithm.needs_critic else (policy,))

@@ -55,6 +55,10 @@ class Incident:
         return cls(*(record[key] for key in KEYS))
 
 
+RESTART_WINDOW_SECONDS = 600.0
+"""Length of the window in which fault.max_restarts counts."""
+
+
 class Incidents:
     def __init__(self, folder: Path, fault: FaultSection, say: Callable[[str], None]) -> None:
         self.all: list[Incident] = []
@@ -63,7 +67,7 @@ class Incidents:
         self._say = self.note = say  # `note` shows a message about something that is no incident
         self._unwritten: list[bytes] = []  # lines that the disk refused, tried again with the next
         self._noticed: dict[int, float] = {}  # by id: when, on the monotonic clock
-        self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
+        self._recent: dict[str, deque[float]] = {}  # respawns within the window, by role
 
     def lost(self, role: str, error: RunError) -> Incident:
         """Record the loss of a process, a mesh or steps. `may_respawn` decides what to do about it."""
@@ -92,7 +96,7 @@ class Incidents:
     def left(self, role: str) -> int:
         """Return how many respawns the role's budget still allows."""
         recent, now = self._recent.setdefault(role, deque()), time.monotonic()
-        while recent and now - recent[0] > self._fault.restart_window_seconds:
+        while recent and now - recent[0] > RESTART_WINDOW_SECONDS:
             recent.popleft()
         return self._fault.max_restarts - len(recent)
 
@@ -104,8 +108,8 @@ class Incidents:
         what = "the run went back" if role == ROLLBACK else f"{role} was respawned"
         times = f"{fault.max_restarts} time{'s' * (fault.max_restarts != 1)}"
         return RunError(
-            f"{error}; {what} {times} within {fault.restart_window_seconds:g} s already",
-            error.details or "fault.max_restarts and fault.restart_window_seconds set how often this is allowed.",
+            f"{error}; {what} {times} within {RESTART_WINDOW_SECONDS:g} s already",
+            error.details or "fault.max_restarts sets how often this is allowed.",
         )
 
     def back(self, incident: Incident, what: str, redone: int = 0, resampled: int = 0) -> None:

@@ -54,13 +54,15 @@ BOUNDS = (
     "training.steps",
     "rollout.groups_per_step",
     "rollout.group_size",
-    "rollout.lag",
-    "rollout.window",
+    "rollout.max_staleness_steps",
+    "rollout.overtake_steps",
     "algorithm.dynamic_sampling",
     "checkpoint.interval",
     "fault.snapshot_interval",
 )
 """The keys whose values bound a run in an audit. A run may be resumed with other values."""
+EARLIER = ("rollout.lag", "rollout.window")
+"""The bounds of staleness in ledgers of earlier versions: rollout.max_staleness_steps is their sum."""
 MOST_ERROR = 500
 """Characters of why an answer has no reward."""
 
@@ -212,8 +214,12 @@ def decode(line: bytes) -> dict[str, Any] | None:
         event = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    numbered = isinstance(event, dict) and type(event.get("n")) is int and isinstance(event.get("event"), str)
-    return event if numbered else None
+    if not (isinstance(event, dict) and type(event.get("n")) is int and isinstance(event.get("event"), str)):
+        return None
+    if isinstance(bounds := event.get("bounds"), dict) and all(is_count(bounds.get(key)) for key in EARLIER):
+        lag, window = (bounds[key] for key in EARLIER)
+        bounds |= {"rollout.max_staleness_steps": lag + window, "rollout.overtake_steps": window}
+    return event
 
 
 def _is_reward(value: Any) -> bool:

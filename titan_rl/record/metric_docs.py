@@ -56,7 +56,7 @@ DOCS: dict[str, str] = {
     "bubble/generator": "Share of the step in which the average engine did not sample; evaluation counts as sampling.",
     "overlap": "Lower bound on the share of sampling or training, whichever is shorter, that ran during the other.",
     "dropped/groups": "Groups that dynamic sampling replaced because all their rewards were equal.",
-    "dropped/failed": "Groups that were replaced because their reward failed (fault.reward_attempts).",
+    "dropped/failed": "Groups that were replaced because their reward failed twice.",
     "dropped/tokens": "Sampled tokens of the groups that were replaced.",
     "tokens/sampled": "Tokens that the generators sampled for the step.",
     "tokens/trained": "Tokens in the loss.",

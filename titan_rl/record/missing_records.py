@@ -9,7 +9,7 @@ from titan_rl.record.ledger import NAME, decode
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_folder import Resume
 
-LAST_BYTES = 1 << 22  # of a file of lines, in which its last line is looked for
+LAST_BYTES = 1 << 22  # at the end of a file, in which its last line is looked for
 
 
 def missing_records(folder: Path, config: Config, resume: Resume) -> list[str]:
@@ -33,7 +33,7 @@ def missing_records(folder: Path, config: Config, resume: Resume) -> list[str]:
 
 
 def ledger_steps(folder: Path) -> tuple[int, int]:
-    """Return the last step that the ledger trained, and the last that it saved, without those that a rewind undid."""
+    """Return the last step that the ledger trained, and the last that it saved; a rewind undoes later ones."""
     trained = saved = 0
     path = folder / NAME
     for line in whole_lines(path) if path.is_file() else ():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, load
+from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.record.ledger import EVENTS, NAME, OPTIONAL, decode
 from titan_rl.record.lines import fields, invalid, is_text, objects, whole_lines
 from titan_rl.wire.stop_reasons import FAILED
@@ -121,7 +121,7 @@ class History:
             history._at += f" ({event['event']})"
             history._read(event)
         try:
-            history.config = load(folder / "config.toml")
+            history.config = load_of_run(folder)
         except (ConfigError, OSError, ValueError) as error:
             history.unread = str(error)
         with suppress(OSError):

@@ -29,6 +29,9 @@ from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, str
 from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.types import Group, Rollout
 
+TENSORBOARD = "tb"
+"""Folder of TensorBoard's events, in the dump folder."""
+
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
 # Every line begins so, and resuming parses no more of it. Lines of older versions have spaces.
 HEAD = re.compile(rb'\{"kind": ?"(\w+)", ?"step": ?(\d+),')
@@ -52,7 +55,7 @@ class RunLog(SelfClosing):
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.folder, self._warn = folder, warn
-        self._tb = folder / config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
+        self._tb = folder / TENSORBOARD if config.metrics.enable_tensorboard else None
         with must_write(folder / "config.toml"):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(

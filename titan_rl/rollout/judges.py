@@ -36,7 +36,7 @@ def by_model(mesh: Scores, config: Config, pad: int, rows: int | UpTo) -> Judge:
             seq_len=config.training.seq_len,
             rows_per_microbatch=rows,
             pad_id=pad,
-            share=config.training.share_prompts,
+            share=True,
         )
         answers, _ = await mesh.scores(batches)
         return scores_of(samples, unpack(batches, answers, samples))

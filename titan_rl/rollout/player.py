@@ -46,6 +46,10 @@ class Play:
         return derive(self.seed, "greedy" if self.greedy else "environment", self.prompt.id, self.sample) % 2**31
 
 
+DRIVER_ATTEMPTS = 2
+"""Attempts at a rollout whose environment process dies and whose turns cannot be replayed."""
+
+
 class Player:
     def __init__(
         self,

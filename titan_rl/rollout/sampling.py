@@ -10,8 +10,9 @@ from typing import Self
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import Play, Player
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Play, Player
 from titan_rl.rollout.session import SessionLimits
+from titan_rl.tasks.judging import REWARD_ATTEMPTS
 from titan_rl.tasks.rubric import GRADER
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
@@ -63,14 +64,14 @@ class RewardFailed(GroupFailed):
     """A judge had no rewards for a group, on any attempt."""
 
     what = "the reward failed on prompt"
-    remedy = "Fix the function of task.reward, or raise fault.reward_attempts if it fails at random."
+    remedy = "Fix the function of task.reward, or retry in it what fails at random."
 
 
 class SamplingFailed(GroupFailed):
     """The engines cannot sample a prompt."""
 
     what = "the engines refused prompt"
-    remedy = 'task.on_unfit_rows = "drop" leaves out rows that do not fit.'
+    remedy = 'task.bad_rows = "drop" leaves out rows that do not fit.'
 
 
 class RolloutsFailed(GroupFailed):
@@ -97,11 +98,11 @@ class StreamSettings:
     seed: int
     first: int  # the step that trains the first group
     groups: int  # number of groups that the rest of the run trains on
-    reward_attempts: int = 2
+    reward_attempts: int = REWARD_ATTEMPTS
     bad_prompts: frozenset[int] = frozenset()  # ids of those to drop: their steps were undone
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
     driver: Driver | None = None  # none: a rollout is one answer
-    driver_attempts: int = 2  # a driver is started again if its process is lost
+    driver_attempts: int = DRIVER_ATTEMPTS  # a driver is started again if its process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
@@ -171,7 +172,7 @@ class GroupSampler:
             seed=self._settings.seed,
             sample=sample,
             group=name,
-            expected=round(self._mean_length) if self._settings.rollout.lag else 0,
+            expected=round(self._mean_length) if self._settings.rollout.steps_ahead else 0,
         )
 
     async def _plays(self, prompt: Prompt) -> list[Rollout]:
@@ -304,8 +305,7 @@ class GroupSampler:
         algorithm, longest = self._settings.algorithm, self._settings.sampling.max_new_tokens
         turns = rollout.turns if algorithm.overlong_buffer else ()
         length = max((len(turn.completion.tokens) for turn in turns), default=0)
-        punishment = soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
-        return -algorithm.overlong_penalty * punishment
+        return -soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
 
 
 def _judgements(rewards: Sequence[Judgement | float]) -> list[Judgement]:

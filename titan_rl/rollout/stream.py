@@ -44,11 +44,11 @@ class InFlight:
 class RolloutStream:
     """`admit(n)` starts n groups; `take(n, step)` returns the groups that `step` trains on.
 
-    Two rules bound staleness. Admission: lag + 1 steps' worth of groups at first, then one step's worth for each
-    version that the generators serve, so a group whose turn is step s sees no version older than s - 1 - lag. Order: a
-    group is trained on at its turn (oldest first), or, with a window, at most `window` steps later, and earlier if it
-    finishes earlier. So no token is older than lag + window optimizer steps when it is trained on; docs/algorithms.md
-    has the proof.
+    Two rules bound staleness. Admission: steps_ahead + 1 steps' worth of groups at first, then one step's worth for
+    each version that the generators serve, so a group whose turn is step s is sampled by version s - 1 - steps_ahead or
+    a newer one. Order: a group is trained on at its turn (oldest first), or at most overtake_steps later, and earlier
+    if it finishes earlier. So no token is older than max_staleness_steps when it is trained on; docs/algorithms.md has
+    the proof.
 
     A group that cannot be used, because its judge failed or (dynamic sampling) its rewards are all equal, is dropped
     and another prompt is admitted behind the groups in flight, which all move up by one turn.
@@ -70,7 +70,7 @@ class RolloutStream:
         self._left = settings.groups  # groups still to be allowed; more would never be trained on
         self._admitted = 0  # groups started, without replacements
         self._allowed = 0  # groups that may start
-        self._paced = self._rollout.pace and self._rollout.lag > 1
+        self._paced = self._rollout.steps_ahead > 1
         self._steps_in_flight, self._ahead = 2, 0  # if paced
         self._issued = 0  # id after the last prompt that was started
         self._inflight: dict[int, InFlight] = {}  # by prompt, the oldest first
@@ -118,7 +118,7 @@ class RolloutStream:
         self._left -= n
         self._allowed += n
         self._ahead = self._ahead + 1 if self.backlog.finished >= 2 * self._rollout.groups_per_step else 0
-        if self._ahead > self._rollout.lag:  # more than lag times in a row, so not by chance
+        if self._ahead > self._rollout.steps_ahead:  # more than steps_ahead times in a row, so not by chance
             self._ahead, self._steps_in_flight = 0, max(2, self._steps_in_flight - 1)
         self._fill()
 
@@ -190,13 +190,13 @@ class RolloutStream:
             group.turn = turn
 
     async def _gather(self, n: int, step: int) -> Sequence[InFlight]:
-        """Return the n oldest groups. With a window: all that this step must take, and of the others the first to
+        """Return the n oldest groups. With overtake_steps: all that this step must take, and of the others the first to
         finish. In the order of admission."""
         chosen = self._oldest(n, step)
-        if self._rollout.window:
+        if self._rollout.overtake_steps:
             inflight = self._inflight.values()
-            due = [group for group in inflight if group.turn + self._rollout.window <= step]
-            others = [group for group in inflight if group.turn + self._rollout.window > step]
+            due = [group for group in inflight if group.turn + self._rollout.overtake_steps <= step]
+            others = [group for group in inflight if group.turn + self._rollout.overtake_steps > step]
             await _finished(others, n - len(due))
             ready = [group for group in others if group.finished()]
             chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
@@ -207,7 +207,7 @@ class RolloutStream:
     def _hurry(self, n: int, step: int) -> None:
         """Allow more groups in flight if the trainers are waiting."""
         if self._paced and self.backlog.finished < n and step > self._settings.first:
-            self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.lag + 1)
+            self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.steps_ahead + 1)
             self._fill()
 
     def _oldest(self, n: int, step: int) -> list[InFlight]:
@@ -219,7 +219,7 @@ class RolloutStream:
         """Remove the groups from the stream, and check that none of them is too old."""
         for group in chosen:
             del self._inflight[group.prompt]
-        oldest = step - 1 - self._rollout.lag - self._rollout.window
+        oldest = step - 1 - self._rollout.steps_ahead - self._rollout.overtake_steps
         for group in chosen:
             span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
             if not isinstance(group.group, Unjudged) and (version := group.group.version) < oldest:

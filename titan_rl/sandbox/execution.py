@@ -3,6 +3,7 @@
 result = await sandbox.run("print(6 * 7)")      result.status == "ok", result.stdout == "42\\n"
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ run, because the sandbox could not be set up."""
 
 @dataclass(frozen=True, slots=True)
 class ExecutionLimits:
-    cpu_seconds: int = 5  # per process
+    cpu_seconds: int = 10  # per process
     wall_seconds: float = 10.0
     memory_mb: int = 512  # per process, and for all of them together
     processes: int = 16
@@ -27,7 +28,8 @@ class ExecutionLimits:
 
     @classmethod
     def of(cls, section: SandboxSection) -> "ExecutionLimits":
-        return cls(**{name: getattr(section, name) for name in cls.__slots__})
+        wall = section.wall_seconds
+        return cls(cpu_seconds=math.ceil(wall), wall_seconds=wall, memory_mb=section.memory_mb)
 
 
 @dataclass(frozen=True, slots=True)

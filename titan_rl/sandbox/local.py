@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from queue import LifoQueue
 
 from titan_rl.config.system_sections import SandboxSection
@@ -17,19 +17,29 @@ from titan_rl.sandbox.execution import Execution, ExecutionLimits, Language, San
 from titan_rl.sandbox.requirements import ALWAYS, too_weak
 from titan_rl.sandbox.running import ForkServer
 
+WORKERS = 2
+"""Executions at the same time in one process that uses the sandbox. More of them wait."""
+
 
 class LocalSandbox:
     """Starts fork servers when they are first needed. Any thread and any event loop may use it."""
 
-    def __init__(self, section: SandboxSection | None = None) -> None:
+    def __init__(
+        self,
+        section: SandboxSection | None = None,
+        *,
+        limits: ExecutionLimits | None = None,
+        workers: int = WORKERS,
+    ) -> None:
         self.section = section or SandboxSection()
         if wrong := "; ".join(too_weak(self.section)):
             raise SandboxRefused(wrong)
-        self.limits = ExecutionLimits.of(self.section)
+        self.limits = limits or ExecutionLimits.of(self.section)
+        self._workers = workers
         self._idle: LifoQueue[ForkServer | None] = LifoQueue()  # None: one that is not started yet
-        for _ in range(self.section.workers):
+        for _ in range(self._workers):
             self._idle.put(None)
-        self._threads = ThreadPoolExecutor(self.section.workers, "sandbox")
+        self._threads = ThreadPoolExecutor(self._workers, "sandbox")
         self._closed = False
 
     async def run(
@@ -58,16 +68,16 @@ class LocalSandbox:
 
     async def warm(self) -> None:
         """Start every fork server, and run nothing in each."""
-        await asyncio.gather(*(self.run("") for _ in range(self.section.workers)))
+        await asyncio.gather(*(self.run("") for _ in range(self._workers)))
 
     def close(self) -> None:
         """End the fork servers and their executions."""
         self._closed = True
-        for _ in range(self.section.workers):
+        for _ in range(self._workers):
             server = self._idle.get()
             if server is not None:
                 server.end()
-        for _ in range(self.section.workers):
+        for _ in range(self._workers):
             self._idle.put(None)  # a call that waits for one finds the sandbox closed
         self._threads.shutdown(wait=False)
 
@@ -135,7 +145,7 @@ def _verdict(execution: Execution, total: int) -> Verdict:
 def missing(section: SandboxSection) -> list[str]:
     """Return why nothing would be run on this machine: the layers that it lacks."""
     try:
-        sandbox = LocalSandbox(replace(section, workers=1))
+        sandbox = LocalSandbox(section, workers=1)
         try:
             found = sandbox.run_here("")
         finally:

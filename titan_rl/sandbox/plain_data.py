@@ -66,7 +66,7 @@ def exact_value(value: Any) -> Any:
 
 
 def is_error(kind: Any) -> bool:
-    """Return True for classes of errors, without those that end an iteration."""
+    """Return True for classes of errors, other than StopIteration and StopAsyncIteration."""
     ends = (StopIteration, StopAsyncIteration)
     return isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends)
 

@@ -33,16 +33,16 @@ class Curriculum:
         known = [reward for reward in rewards if not math.isnan(reward)]
         if not known or not self.on:
             return
-        rate = sum(reward >= self._settings.correct_at for reward in known) / len(known)
+        correct = sum(reward >= self._settings.correct_at for reward in known)
         self._waits.pop(index, None)
-        if rate >= self._settings.solved_rate:
+        if correct == len(known):
             if self._settings.solved_visits:
                 self._streaks[index] = self._streaks.get(index, 0) + 1
                 self._out.update([index] if self._streaks[index] >= self._settings.solved_visits else [])
             return
         self._streaks.pop(index, None)
         self._out.discard(index)
-        if rate <= self._settings.hopeless_rate and self._settings.hopeless_wait:
+        if not correct and self._settings.hopeless_wait:
             self._waits[index] = self._settings.hopeless_wait
 
     def passes_over(self, index: int) -> bool:

@@ -46,7 +46,7 @@ class SourceRows:
 
     examples: list[Example]
     recognized: str = ""  # whose rows they are, if the configured columns are not there
-    bad: int = 0  # rows that task.skip_bad_rows left out
+    bad: int = 0  # rows that task.bad_rows left out
     problems: tuple[str, ...] = ()  # with the first bad rows
 
     def notes(self, path_key: str) -> Iterator[str]:
@@ -55,7 +55,7 @@ class SourceRows:
             yield f"{path_key}: {self.recognized}"
         if self.bad:
             total = self.bad + len(self.examples)
-            yield f"task.skip_bad_rows: {self.bad} of {total} rows of {path_key} are left out; {self.problems[0]}"
+            yield f"task.bad_rows: {self.bad} of {total} rows of {path_key} are left out; {self.problems[0]}"
 
 
 class BadRows(ValueError):

@@ -15,6 +15,9 @@ from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
 
+REWARD_ATTEMPTS = 2
+"""Attempts to score a group whose reward raises. After the last one another prompt replaces the group."""
+
 
 def training_rubric(task: TaskSection) -> Rubric:
     """Return what training answers are judged by: task.rewards, or task.reward, and task.grader."""

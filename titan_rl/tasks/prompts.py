@@ -101,7 +101,7 @@ class PromptSource:
         if identity != self._identity:
             raise RunError(
                 f"expected a checkpoint whose prompts were ordered by {self._identity}, found {identity}: restore "
-                'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
+                'debug.seed, eval.size, [task] and every row of its file (task.bad_rows = "drop" leaves out rows '
                 "that do not fit and keeps the order), or start from scratch with --job.fresh"
             )
         if "mixture" in state:

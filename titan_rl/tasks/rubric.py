@@ -103,7 +103,7 @@ class Scorer:
     ) -> Iterator[tuple[int, Judgement]]:
         """Yield a verdict for each of `rows`, as soon as it is known. `seconds`: deadline of one async call. `at` is
         called before each call that may take as long, with its name and whether it ends itself when it is late: a
-        function of all answers, an async one, the grader; and with "" when those of all answers have returned."""
+        function of all answers, an async one, the grader; and with "" when all answers have one."""
         found = [self._together(part, prompt, answers, rows, seconds, at) for part in self._parts]
         graded = [row for row in rows if row not in ungraded] if self._grader is not None else []
         grades = self._together(self._grader, prompt, answers, graded, seconds, at) if self._grader and graded else {}

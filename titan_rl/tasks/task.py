@@ -52,7 +52,7 @@ class Task:
     game: Game | None = None  # which demonstrates its problems
     seed: int = 0  # for the demonstrations
     notes: tuple[str, ...] = ()  # for the user, about the rows
-    bad_rows: int = 0  # that task.skip_bad_rows left out
+    bad_rows: int = 0  # that task.bad_rows left out
     curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
     parts: Sequence[TaskPart] = ()  # the training examples' sources, in order, if there are several
 

@@ -24,6 +24,7 @@ from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
+from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, fork_servers, snapshot_servers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
@@ -254,6 +255,7 @@ async def _generators(
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
+        block_size=BLOCK_TOKENS[setup.device],
         sleeps=config.placement.kind == "colocated" and not loaded,
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.batch.experience import dead
 from titan_rl.config.sections import Config
-from titan_rl.train.stragglers import Stragglers
+from titan_rl.train.stragglers import STRAGGLER_FACTOR, STRAGGLER_STEPS, Stragglers
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.reports import EngineStats, StepStats
 from titan_rl.wire.types import Group, PhaseName, Sample
@@ -33,9 +33,8 @@ class Ruined(RunError):
 class Health:
     def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        fault = config.fault
-        self._ranks = Stragglers(fault.straggler_factor, fault.straggler_steps)
-        self._replicas = Stragglers(fault.straggler_factor, fault.straggler_steps)
+        self._ranks = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
+        self._replicas = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
         self._rolls_back = config.fault.on_bad_steps == "rollback"
         self._dead = self._bad = self._unsound = 0  # steps in a row

@@ -2,7 +2,7 @@
 
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.rollout.judges import ranks_right, scores_of
-from titan_rl.rollout.player import Player
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.prompts import SAMPLES
 from titan_rl.train.best_weights import BestWeights
@@ -52,5 +52,5 @@ class HeldOut:
             meshes.generators,
             self._setup.tokenizer.decode,
             limits=SessionLimits.of(self._config, played=meshes.environments is not None),
-            attempts=self._config.fault.environment_attempts,
+            attempts=DRIVER_ATTEMPTS,
         ).play_for_evaluation

@@ -228,7 +228,7 @@ class Learner:
             pad_id=self._setup.tokenizer.pad,
             together=together,
             weighting=weighting,
-            share=training.share_prompts,
+            share=True,
         )
 
     async def scores(

@@ -20,6 +20,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.types import PhaseName
 
+COLD_START_SAVE_STEPS = 500  # between checkpoints of a cold start
 UNMEASURED = "unmeasured"  # in a saved state: a stop cut the evaluation short, and the resumed run repeats it
 
 
@@ -54,7 +55,7 @@ class StepLoop:
         """Make the steps after `start`, and keep the state of each, until the last one or a stop. `before` is the state
         after step `start`. A step that returns None was interrupted: then the one before it is on disk when this
         returns."""
-        interval = self._config.cold_start.interval if phase == "cold_start" else self._config.checkpoint.interval
+        interval = COLD_START_SAVE_STEPS if phase == "cold_start" else self._config.checkpoint.interval
         self._on_disk = start if self._resume.state(phase)[1] is None else None
         for n in self._stop.steps(start + 1, last, phase):
             done = await step(n)

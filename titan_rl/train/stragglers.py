@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import median
 
+STRAGGLER_FACTOR = 2.0
+"""A straggler takes more than this many times its peers' median."""
+STRAGGLER_STEPS = 5
+"""Slow steps in a row after which a straggler is reported."""
+
 
 class Stragglers:
     """A straggler takes more than `factor` times the median of the *others*, `steps` steps in a row. The median leaves
     the rank itself out: with two ranks it is the other one, and a straggler does not raise the bar for itself."""
 
     def __init__(self, factor: float, steps: int) -> None:
-        """`steps` = 0 disables the report."""
         self._factor, self._steps = factor, steps
         self._last = 0
         self._slow: dict[str, int] = {}  # for how many steps in a row, up to the last
@@ -35,7 +39,7 @@ class Stragglers:
             if self._slow[name] == self._steps:
                 stragglers.append(
                     f"{name} is a straggler: {own:.3g} s where its peers' median is {others:.3g} s ({own / others:.1f} "
-                    f"times, fault.straggler_factor = {self._factor:g}), {self._steps} steps in a row up to step {step}"
+                    f"times), {self._steps} steps in a row up to step {step}"
                 )
         return stragglers
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+FOLDER = "checkpoint"
+"""Folder of a run's checkpoints, in its dump folder."""
 METADATA = ".metadata"
 SUMS = "checksums.json"
 ALGORITHM = "xxh3_128"  # faster than crc32 and sha256

@@ -1,4 +1,4 @@
-"""Dimensions of a decoder, read from our own keys, a TorchTitan flavor or a Hugging Face folder."""
+"""Dimensions of a decoder, read from our own keys or a Hugging Face folder."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def config_of(
     config = c.Config(
         job=c.JobSection(dump_folder=tempfile.mkdtemp()),
         model=c.ModelSection(
-            name="qwen3", n_layers=layers, enable_weight_tying=True, rope_theta=1e6, **(TINY if ON_CPU else QWEN3_0_6B)
+            name="qwen3", n_layers=layers, enable_weight_tying=True, **(TINY if ON_CPU else QWEN3_0_6B)
         ),
         training=c.TrainingSection(steps=20, seq_len=seq_len, local_batch_size=rows, mixed_precision_param=dtype),
         optimizer=c.OptimizerSection(lr=1e-6),

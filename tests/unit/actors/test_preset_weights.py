@@ -26,7 +26,9 @@ RL = [name for name in PRESETS if AlgorithmSection(name=name).kind == "rl"]  # t
 
 def preset(name: str, lag: int, dtypes: Config = FLOAT32, **own: Any) -> AlgorithmSection:
     """Return the preset in a run with that lag and the dtypes of another config."""
-    config = Config(rollout=RolloutSection(lag=lag), training=dtypes.training, generator=dtypes.generator)
+    config = Config(
+        rollout=RolloutSection(max_staleness_steps=lag), training=dtypes.training, generator=dtypes.generator
+    )
     return algorithm_of({"name": name, **own}, config)
 
 

@@ -118,9 +118,9 @@ def test_attention_runs_on_the_device_and_in_the_dtype(
 
 def test_torchtitans_sections_are_filled_from_ours() -> None:
     config = on_device(Config(), "cpu")
-    titan = titan_config(config, ParallelismSection(tensor_parallel_degree=2, fsdp_reshard_after_forward="never"))
+    titan = titan_config(config, ParallelismSection(tensor_parallel_degree=2))
     parallel = titan.parallelism
-    assert (parallel.tensor_parallel_degree, parallel.fsdp_reshard_after_forward) == (2, "never")
+    assert (parallel.tensor_parallel_degree, parallel.fsdp_reshard_after_forward) == (2, "default")
     assert (parallel.data_parallel_shard_degree, parallel.spmd_backend) == (1, "partial_dtensor")
     assert (titan.training.seq_len, titan.training.mixed_precision_param) == (config.training.seq_len, "float32")
     assert (titan.comm.train_timeout_seconds, titan.comm.trace_buf_size) == (config.comm.train_timeout_seconds, 0)
@@ -133,20 +133,19 @@ def test_torchtitans_sections_are_filled_from_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "reshard", "memory", "expected"),
+    ("on_cpu", "memory", "expected"),
     [
-        (True, "default", 8 * 2 * 400, True),
-        (True, "default", 8 * 2 * 400 - 1, False),
-        (True, "always", 2**40, False),
-        (False, "default", 2**40, False),
+        (True, 8 * 2 * 400, True),
+        (True, 8 * 2 * 400 - 1, False),
+        (False, 2**40, False),
     ],
 )
 def test_parameters_are_gathered_once_on_a_cpu_with_the_memory_for_it(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reshard: str, memory: int, expected: bool
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, memory: int, expected: bool
 ) -> None:
     monkeypatch.setattr(titan_cpu, "ON_CPU", on_cpu)
     monkeypatch.setattr(titan_cpu, "host_memory", lambda: memory)
-    assert titan_cpu.gathers_once(torch.nn.Linear(10, 10, bias=False), 2, reshard) is expected
+    assert titan_cpu.gathers_once(torch.nn.Linear(10, 10, bias=False), 2) is expected
 
 
 @pytest.mark.skipif(not titan_cpu.ON_CPU, reason="use_cpu changes nothing where there is CUDA")

@@ -72,7 +72,7 @@ def test_a_resolved_config_resolves_to_itself_and_has_no_auto(name: str, device:
 
 
 def test_a_device_decides_what_an_expert_would_write() -> None:
-    config = load(find("grpo_llama"), [("rollout.lag", "1"), ("training.seq_len", "4096")])
+    config = load(find("grpo_llama"), [("rollout.max_staleness_steps", "1"), ("training.seq_len", "4096")])
     assert of_device(config, "cpu") == {
         "training.mixed_precision_param": "float32",
         "activation_checkpoint.mode": "none",
@@ -104,14 +104,14 @@ def test_a_device_decides_what_an_expert_would_write() -> None:
         ({"training.seq_len": 1024}, "activation_checkpoint.mode", "none"),
         ({"training.seq_len": 2**14}, "generator.max_num_batched_tokens", 2**14),
         ({"training.seq_len": 2**14, "generator.max_model_len": 512}, "generator.max_num_batched_tokens", 8192),
-        ({"rollout.lag": 0}, "weight_sync.in_flight", "swap"),
+        ({"rollout.max_staleness_steps": 0}, "weight_sync.in_flight", "swap"),
         ({"placement.kind": "colocated"}, "weight_sync.in_flight", "swap"),
         ({"algorithm.proximal": "trainer", "algorithm.correction": "none"}, "weight_sync.in_flight", "swap"),
         ({"algorithm.proximal": "generator", "algorithm.correction": "none"}, "weight_sync.in_flight", "keep"),
     ],
 )
 def test_other_keys_change_what_a_gpu_decides(keys: dict[str, object], key: str, expected: object) -> None:
-    given = {"rollout.lag": 1, **keys}
+    given = {"rollout.max_staleness_steps": 1, **keys}
     config = load(find("grpo_llama"), [(name, str(value)) for name, value in given.items()])
     assert of_device(config, "cuda")[key] == expected
 
@@ -145,7 +145,7 @@ def test_what_a_file_sets_wins() -> None:
         ("grpo_llama_replicas", {"generator.replicas": 9}, 8, 1),
         ("ppo_llama", {}, 4, 8),  # one trainer and the critic
         ("ppo_reward_model_llama", {}, 2, 4),  # the reward model judges while others are sampled
-        ("sft_llama", {"rollout.lag": 1}, 4, 8),
+        ("sft_llama", {"rollout.max_staleness_steps": 1}, 4, 8),
         ("sft_llama", {"eval.size": 0}, 4, 8),  # titan_rl.serve starts a generator
     ],
 )

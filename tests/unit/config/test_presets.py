@@ -79,7 +79,7 @@ def test_gspo_is_right_for_16_bits_if_a_dtype_may_have_them(dtypes: tuple[str, s
 def test_a_preset_knows_the_files_dtypes_and_lag(where: str, tmp_path: Path) -> None:
     text = f'[algorithm]\nname = "gspo"\n{where} = "bfloat16"\n'
     assert loaded(tmp_path, text).algorithm.proximal == "trainer"
-    assert loaded(tmp_path, text, ("rollout.lag", "1")).algorithm.clip_high == 0.02
+    assert loaded(tmp_path, text, ("rollout.max_staleness_steps", "1")).algorithm.clip_high == 0.02
 
 
 @names

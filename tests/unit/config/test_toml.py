@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -12,7 +13,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import KEYS, foreign_hint
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
+from titan_rl.config.toml import ConfigError, EarlierRun, Key, docs, find, load, load_of_run, schema, shipped, to_toml
 
 
 def problems_of(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> list[str]:
@@ -171,7 +172,7 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ("[optimizer]\nlr = true", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found true"),
         (f"[optimizer]\nlr = {'9' * 400}", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found Infinity"),
         ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and < 1, found 1.5"),
-        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0 and <= 1000, found -1"),
+        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0 and <= 2000, found -1"),
         ("[job]\nfresh = 1", "run.toml: [job] fresh: expected true or false, found 1"),
         ("[compile]\nenable = 1", 'run.toml: [compile] enable: expected one of true, false, "auto", found 1'),
         (
@@ -332,6 +333,68 @@ def test_a_removed_key_is_answered_with_advice_unless_it_has_its_default(tmp_pat
     in_file, flag = refused.value.problems
     assert "[debug] has no key 'exact' any more; it was retired: " in in_file
     assert flag.startswith("--debug.exact: [debug] has no key 'exact' any more; ")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("lag = 2", (), (2, 0)),
+        ("lag = 2\nwindow = 3", (), (5, 3)),
+        ("window = 3\nlag = 2", (), (5, 3)),
+        ("max_staleness_steps = 1", [("rollout.window", "2")], (3, 2)),
+        ("window = 2\nlag = 2", [("rollout.lag", "1")], (3, 2)),
+        ("lag = 2", [("rollout.max_staleness_steps", "4"), ("rollout.overtake_steps", "1")], (4, 1)),
+    ],
+)
+def test_names_of_earlier_versions_are_read(
+    tmp_path: Path, text: str, flags: Sequence[tuple[str, str]], expected: tuple[int, int]
+) -> None:
+    rollout = loaded(tmp_path, f"[rollout]\n{text}\n", *flags).rollout
+    assert (rollout.max_staleness_steps, rollout.overtake_steps) == expected
+
+
+def test_a_name_of_an_earlier_version_is_answered_with_a_note(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.toml", list[str]()
+    path.write_text("[rollout]\nlag = 2\n")
+    load(path, [("rollout.window", "1")], notes=notes)
+    assert notes == [
+        "run.toml: [rollout] lag: its name is now rollout.max_staleness_steps = 3",
+        "--rollout.window: its name is now rollout.max_staleness_steps = 3 and rollout.overtake_steps = 1",
+    ]
+    (problem,) = problems_of(tmp_path, "[rollout]\nlag = 2.5")
+    assert problem == "run.toml: [rollout] lag: expected an integer >= 0 and <= 2000, found 2.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ('on_unfit_rows = "refuse"\nskip_bad_rows = true', (), "drop"),
+        ('on_unfit_rows = "drop"\nskip_bad_rows = false', (), "drop"),
+        ('on_unfit_rows = "drop"', [("task.on_unfit_rows", "refuse")], "refuse"),
+    ],
+)
+def test_both_keys_of_bad_rows_are_read(
+    tmp_path: Path, text: str, flags: Sequence[tuple[str, str]], expected: str
+) -> None:
+    assert loaded(tmp_path, f"[task]\n{text}\n", *flags).task.bad_rows == expected
+
+
+def test_what_decided_a_runs_files_is_refused_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[model]\nrope_theta = 10000\nmax_seq_len = 4096\n")
+    load_of_run(tmp_path)
+    (tmp_path / "config.toml").write_text("[model]\nrope_theta = 5e5\n")
+    with pytest.raises(EarlierRun, match="rope_theta"):
+        load_of_run(tmp_path)
+
+
+def test_a_removed_key_in_a_runs_folder_has_no_effect(tmp_path: Path) -> None:
+    path, notes = tmp_path / "config.toml", list[str]()
+    path.write_text("[rollout]\nlag = 2\npace = false\n[debug]\nexact = false\n")
+    assert load_of_run(tmp_path, notes=notes).rollout.max_staleness_steps == 2
+    assert notes == ["rollout.pace = false, of an earlier version, has no effect"]
+    path.write_text("[rollout]\nnope = false\n")
+    with pytest.raises(ConfigError, match="has no key 'nope'"):
+        load_of_run(tmp_path)
 
 
 PAGE = Path(__file__).parents[3] / "docs/environments.md"

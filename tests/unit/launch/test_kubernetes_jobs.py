@@ -78,7 +78,7 @@ def test_an_evicted_pod_saves_and_the_next_one_continues(cluster: FakeKubernetes
 
 
 def test_a_failed_run_is_retried_and_bad_input_is_not(cluster: FakeKubernetes, launched: Launched) -> None:
-    code, out = launched.finish([1, 1, 1], "--launch.retries=1")
+    code, out = launched.finish([1, 1, 1])
     assert code == 1
     assert "Job has reached the specified backoff limit" in out
     assert len(launched.calls()) == 2
@@ -122,7 +122,7 @@ def test_a_running_job_is_followed_and_a_strangers_is_left_alone(cluster: FakeKu
     cluster.objects["jobs", "a-run"] = {"metadata": {"name": "a-run", "labels": {}}, "status": {}}
     code, out = launched.finish([0])
     assert code == 1
-    assert "launch.name: expected a name that no other Job has in rl, found a-run" in " ".join(out.split())
+    assert "job.dump_folder: expected a name that no other Job has in rl, found a-run" in " ".join(out.split())
 
 
 def test_the_words_of_a_server_that_refuses_are_shown(cluster: FakeKubernetes, launched: Launched) -> None:
@@ -158,14 +158,13 @@ def test_manifests_are_printed_and_nothing_is_asked(
 
 
 def test_what_kubernetes_needs_is_refused_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--on", "kubernetes", f"--job.dump_folder={tmp_path}/run", "--launch.name=My_Run", "--job.fresh"]
+    flags = ["--on", "kubernetes", f"--job.dump_folder={tmp_path}/run", "--job.fresh"]
     with pytest.raises(SystemExit) as stop:
         main(["--config", "grpo_llama", *flags])
     assert stop.value.code == 2
     found = capsys.readouterr().err
     for expected in (
         "launch.image: expected a container image with --on kubernetes, found none",
-        "launch.name: expected lowercase letters, digits and dashes, at most 52, with --on kubernetes, found",
         "job.dump_folder: expected a folder below one of launch.mounts (none), which outlives the pods, found",
         "job.fresh: expected false with --on kubernetes",
     ):

@@ -48,11 +48,13 @@ def test_a_minimal_job_asks_for_one_whole_node_and_names_nothing_else() -> None:
 
 
 def test_every_key_reaches_sbatch() -> None:
-    keys = ["name=x", "account=a", "partition=p", "qos=q", "minutes=90", "gpus_per_node=8", "cpus_per_node=64"]
+    keys = ["account=a", "partition=p", "minutes=90", "cpus_per_node=64"]
     more = ["memory_gb_per_node=512", "extra_args=--constraint=h100,--nodelist=n[1-3]"]
-    text = script_of("job.dump_folder=/runs/a", "hosts.count=3", *(f"launch.{key}" for key in [*keys, *more]))
+    text = script_of(
+        "job.dump_folder=/runs/a", "hosts.count=3", "hosts.slots=8", *(f"launch.{key}" for key in [*keys, *more])
+    )
     assert asked(text) == [
-        "--job-name=x",
+        "--job-name=a",
         "--nodes=3",
         "--ntasks-per-node=1",
         "--gpus-per-node=8",
@@ -60,7 +62,6 @@ def test_every_key_reaches_sbatch() -> None:
         "--mem=512G",
         "--account=a",
         "--partition=p",
-        "--qos=q",
         "--time=90",
         "--signal=B:USR1@55",
         "--chdir=/code",
@@ -125,7 +126,7 @@ def test_given_certificates_are_named_by_their_folder_only(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_jobs_config_is_the_one_that_was_launched(name: str, tmp_path: Path) -> None:
-    config = config_of("rollout.lag=1", 'job.description=a "quote" and a \\ and é', name=name)
+    config = config_of("rollout.max_staleness_steps=1", 'job.description=a "quote" and a \\ and é', name=name)
     (tmp_path / "job.toml").write_text(changed_toml(config))
     assert load(tmp_path / "job.toml") == config
     assert len(changed_toml(config)) < 3000
@@ -134,11 +135,11 @@ def test_the_jobs_config_is_the_one_that_was_launched(name: str, tmp_path: Path)
 def test_keys_that_a_preset_sets_otherwise_stay_as_they_are(tmp_path: Path) -> None:
     for flags in (
         ["algorithm.name=dapo", "algorithm.clip_high=0.2", "algorithm.dynamic_sampling=false"],
-        ["rollout.lag=2", "algorithm.proximal=trainer"],
-        ["rollout.lag=2", "algorithm.name=opd", "algorithm.correction=none"],
+        ["rollout.max_staleness_steps=2", "algorithm.proximal=trainer"],
+        ["rollout.max_staleness_steps=2", "algorithm.name=opd", "algorithm.correction=none"],
         ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.clip_high=0.0004"],
         ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.proximal=generator"],
-        ["rollout.lag=2", "algorithm.proximal=generator", "algorithm.correction=token_tis"],
+        ["rollout.max_staleness_steps=2", "algorithm.proximal=generator", "algorithm.correction=token_tis"],
     ):
         config = config_of(*flags)
         (tmp_path / "job.toml").write_text(changed_toml(config))
@@ -185,7 +186,7 @@ def test_all_problems_are_named_before_anything_is_submitted(
         "launch.mounts: expected none without launch.image, found some",
         r'launch.partition: expected one line of printable text, found "a\nb"',
         "launch.extra_args: expected arguments of sbatch, such as --constraint=h100, found 'constraint'",
-        'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0',
+        'hosts.slots: expected the GPUs of each node with hosts.device = "cuda", found 0',
         "--on slurm: expected sbatch, squeue, scontrol on PATH, found no sbatch, squeue, scontrol; --print needs none",
         "training.seq_len: expected at least 507",
     ):

@@ -11,6 +11,7 @@ import pytest
 
 from support.fake_slurm import FakeSlurm, wait_until
 from support.launched import Launched
+from titan_rl.launch.job import REQUEUES
 
 # What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
 STAND_IN = """#!/bin/bash
@@ -86,20 +87,21 @@ def test_before_the_time_limit_the_run_stops_and_the_requeued_job_continues_it(
 
 
 def test_the_requeues_of_a_job_end(slurm: FakeSlurm, launched: Launched) -> None:
-    process = launched.start(["wait", "wait"], "--launch.requeues=1")
-    for restarts in (0, 1):
-        wait_until(lambda at=restarts: len(launched.calls()) == at + 1)
+    slurm.restarted(REQUEUES - 1)
+    process = launched.start(["wait", "wait"])
+    for starts in (1, 2):
+        wait_until(lambda at=starts: len(launched.calls()) == at)
         (job,) = slurm.jobs()
         log = launched.run / f"launch/job-{job}.log"
-        wait_until(lambda at=restarts, log=log: log.read_text().count("the run is up") == at + 1)
+        wait_until(lambda at=starts, log=log: log.read_text().count("the run is up") == at)
         slurm.warn_before_the_limit(job)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert slurm.job(job)["restarts"] == 1
+    assert slurm.job(job)["restarts"] == REQUEUES
 
 
 def test_a_failed_run_is_retried_and_bad_input_is_not(slurm: FakeSlurm, launched: Launched) -> None:
-    code, out = launched.finish([1, 1], "--launch.retries=1")
+    code, out = launched.finish([1, 1])
     assert code == 1
     assert "the run failed; retry 1 of at most 1" in out
     assert len(launched.calls()) == 2
@@ -168,7 +170,7 @@ def test_the_words_of_a_scheduler_that_refuses_are_shown(slurm: FakeSlurm, launc
 def test_an_old_run_is_moved_once_and_not_when_the_job_starts_again(slurm: FakeSlurm, launched: Launched) -> None:
     launched.run.mkdir()
     (launched.run / "old").touch()
-    code, out = launched.finish([1, 0], "--job.fresh", "--launch.retries=1")
+    code, out = launched.finish([1, 0], "--job.fresh")
     assert code == 0, out
     assert sorted(path.name for path in launched.folder.glob("run*")) == ["run", "run.1"]
     assert (launched.folder / "run.1/old").exists()

@@ -170,7 +170,7 @@ def test_no_problem_of_an_algorithm(tmp_path: Path, toml: str) -> None:
 
 
 def test_a_clip_that_cannot_act_is_warned_of(tmp_path: Path) -> None:
-    trainer = '[rollout]\nlag = 1\n[algorithm]\nproximal = "trainer"\ncorrection = "token_tis"\n'
+    trainer = '[rollout]\nmax_staleness_steps = 1\n[algorithm]\nproximal = "trainer"\ncorrection = "token_tis"\n'
     for keys, found in (
         ("clip_low = 0.3", "algorithm.clip_low = 0.3"),
         ("dual_clip = 3", "algorithm.dual_clip = 3.0"),
@@ -198,7 +198,7 @@ def test_a_presets_own_keys_are_not_warned_of(tmp_path: Path) -> None:
     assert warnings(config(tmp_path, gspo)) == []
     (warning,) = warnings(config(tmp_path, f"{gspo}clip_low = 0.02"))
     assert warning.startswith("algorithm.clip_low = 0.02: no clip can act")
-    opd = '[rollout]\nlag = 1\n[algorithm]\nname = "opd"\n'
+    opd = '[rollout]\nmax_staleness_steps = 1\n[algorithm]\nname = "opd"\n'
     assert warnings(config(tmp_path, opd)) == []
     (warning,) = warnings(config(tmp_path, f'{opd}clip = "ppo"'))
     assert warning.startswith('algorithm.clip = "ppo": no clip can act')

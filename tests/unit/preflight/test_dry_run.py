@@ -179,8 +179,22 @@ def test_a_resumed_run_says_which_keys_are_no_longer_the_same(
     assert "resume from RL step 3" in said()
     assert "changed" not in said()
     lr = load(find("grpo_llama")).optimizer.lr
-    said_so = said("--optimizer.lr=0.123", "--optimizer.name=Adam", "--job.description=other")
-    assert f'changed optimizer.name = "Adam" (was "AdamW"), optimizer.lr = 0.123 (was {lr}) ' in said_so
+    said_so = said("--optimizer.lr=0.123", "--optimizer.beta1=0.5", "--job.description=other")
+    assert f"changed optimizer.lr = 0.123 (was {lr}), optimizer.beta1 = 0.5 (was 0.9) " in said_so
     assert "changed" not in said("--optimizer.lr=0.123", "--job.fresh")
     (dump / "config.toml").write_text("[no_such_section]")
     assert "changed" not in said("--optimizer.lr=0.123")
+    (dump / "config.toml").write_text("[rollout]\npace = false\n")
+    assert "rollout.pace = false, of an earlier version, has no effect" in said()
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_is_not_started_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """checkpoint.folder of an earlier version."""
+    (tmp_path / "mine" / "step-3").mkdir(parents=True)
+    (tmp_path / "mine" / "step-3" / ".metadata").write_text("whole")
+    (tmp_path / "config.toml").write_text('[checkpoint]\nfolder = "mine"\n')
+    with pytest.raises(SystemExit):
+        main(["--config", "grpo_llama", "--dry-run", "--job.dump_folder", str(tmp_path)])
+    assert "[checkpoint] has no key 'folder' any more; " in capsys.readouterr().err

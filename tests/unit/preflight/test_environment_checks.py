@@ -30,7 +30,7 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             "environment.turn_seconds: expected at most environment.rollout_seconds = 8, found 9",
         ),
         (
-            CALC.replace("[eval]", "lockstep = true\n[rollout]\nlag = 1\n[eval]"),
+            CALC.replace("[eval]", "lockstep = true\n[rollout]\nmax_staleness_steps = 1\n[eval]"),
             "environment.lockstep: expected false, because the rollouts of several steps are in flight",
         ),
         (

@@ -11,6 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.rollouts import check_evaluation
 from titan_rl.preflight.plan import prepare
+from titan_rl.tasks.judging import REWARD_ATTEMPTS
 
 BASE = load(find("grpo_llama"))
 
@@ -34,7 +35,7 @@ def test_a_sound_set_becomes_problems_with_their_own_settings(rows: str, tmp_pat
     setup = prepare("x", chosen, device="cpu", scratch=tmp_path / "model")
     hard, again = setup.eval_sets
     assert [prompt.text for prompt in hard.prompts] == ["00+07=", "01+07="]
-    assert (hard.name, hard.samples, hard.temperature, hard.attempts) == ("hard", 4, 0.7, BASE.fault.reward_attempts)
+    assert (hard.name, hard.samples, hard.temperature, hard.attempts) == ("hard", 4, 0.7, REWARD_ATTEMPTS)
     assert again.prompts == setup.heldout.prompts
     assert hard.seed != again.seed
 

@@ -17,11 +17,6 @@ def test_a_chat_template_of_its_own_file(tmp_path: Path, folder: Path) -> None:
     assert problems(config(tmp_path, toml)) == []
 
 
-def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
-    (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\nflavor = "8B"'))
-    assert problem == 'model.flavor: expected "", because model.hf_assets_path is set, found "8B"'
-
-
 def test_an_end_of_sequence_beyond_the_vocabulary(tmp_path: Path, folder: Path) -> None:
     edit(folder / "config.json", eos_token_id=[2, 99])
     (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"'))

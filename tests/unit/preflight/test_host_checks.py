@@ -24,18 +24,18 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
 
 
 def test_gpus_are_slots(tmp_path: Path) -> None:
-    two = config(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2\n[generator]\nblock_size = 16")
+    two = config(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2")
     assert problems(two, gpus=Gpus(3)) == []
     (problem,) = host_problems(two, gpus=Gpus(2))
     assert "room for 3 processes (2 of the trainer, 1 of the generators), found 2" in problem
     (problem,) = host_problems(replace(two, hosts=replace(two.hosts, slots=8)), gpus=Gpus(2))
     assert problem.startswith("hosts.slots: expected a GPU for each of 3 processes")
-    on_cpu = replace(two, hosts=replace(two.hosts, device="cpu"), generator=replace(two.generator, block_size=32))
+    on_cpu = replace(two, hosts=replace(two.hosts, device="cpu"))
     assert problems(on_cpu, gpus=Gpus(2)) == []
 
 
 def test_float32_attention_is_not_compiled_on_a_gpu(tmp_path: Path) -> None:
-    toml = "[generator]\nblock_size = 16\n[compile]\nenable = {}\n[training]\nmixed_precision_param = {}\n"
+    toml = "[compile]\nenable = {}\n[training]\nmixed_precision_param = {}\n"
     (problem,) = host_problems(config(tmp_path, toml.format("true", '"float32"')), gpus=Gpus(2))
     assert problem == (
         'compile.enable: expected false or "auto" with training.mixed_precision_param = "float32", '
@@ -111,7 +111,7 @@ def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
 ) -> None:
     two_gpus(tmp_path, monkeypatch, cuda)
     monkeypatch.setattr(machine, "torch_cuda", lambda: torch)
-    found = host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=found_gpus())
+    found = host_problems(config(tmp_path, ""), gpus=found_gpus())
     assert len(found) == bool(expected)
     assert all(expected in problem for problem in found)
     assert host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=found_gpus()) == []
@@ -122,7 +122,7 @@ def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus(1))
     assert "expected a GPU, because vLLM's CUDA build is installed" in found
     assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
-    assert host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=Gpus(2)) == []
+    assert host_problems(config(tmp_path, ""), gpus=Gpus(2)) == []
 
 
 def test_media_packages_for_cuda_next_to_torchs_cpu_build_are_named(

@@ -158,7 +158,6 @@ def test_a_teacher_leaves_no_reward_to_change(tmp_path: Path, keys: str, message
     for harmless in (
         'kl_coef = 0.1\nkl_in = "loss"',
         'kl_in = "reward"',
-        "overlong_buffer = 8\noverlong_penalty = 0.0",
     ):
         assert problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{harmless}'))) == []
     (problem,) = problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}')))

@@ -33,7 +33,7 @@ def written(folder: Path, train: list[Any], heldout: list[Any] = [SHORT], more: 
             "",
             r"train.jsonl:4: expected a prompt of at most 28 tokens \(training.seq_len = 32, rollout.max_new_tokens = "
             r"4\), found 29; raise training.seq_len \(or lower rollout.max_new_tokens\) by at least 1, or set "
-            r'task.on_unfit_rows = "drop" to drop 2 of 4 rows',
+            r'task.bad_rows = "drop" to drop 2 of 4 rows',
         ),
         ([SHORT], [SHORT, LONG], "", r"held.jsonl:2: expected a prompt of at most 28 tokens .*drop 1 of 2 rows"),
         (
@@ -134,16 +134,16 @@ def test_a_row_that_the_chat_template_refuses(tmp_path: Path, folder: Path) -> N
 
 
 def test_unfit_rows_may_be_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = written(tmp_path, [SHORT, LONG, SHORT, SHORT], [LONG, SHORT], task='on_unfit_rows = "drop"')
+    text = written(tmp_path, [SHORT, LONG, SHORT, SHORT], [LONG, SHORT], task='bad_rows = "drop"')
     whole = config(tmp_path, text)
     assert problems(whole) == []
     setup = prepare("x", whole, device="cpu", scratch=tmp_path / "model")
     assert setup.task.unfit == {1}
     assert len(setup.heldout.prompts) == 1
     train, heldout = setup.dropped
-    assert train.startswith("task.on_unfit_rows: 1 of 4 training rows are dropped; ")
+    assert train.startswith("task.bad_rows: 1 of 4 training rows are dropped; ")
     assert "train.jsonl:2: expected a prompt of at most 28 tokens" in train
-    assert heldout.startswith("task.on_unfit_rows: 1 of 2 held-out rows are dropped; ")
+    assert heldout.startswith("task.bad_rows: 1 of 2 held-out rows are dropped; ")
     assert main(["--config", str(tmp_path / "run.toml"), "--dry-run"]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "jsonl: 3 problems, 1 held out" in out
@@ -151,7 +151,7 @@ def test_unfit_rows_may_be_dropped(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_not_every_row_may_be_dropped(tmp_path: Path) -> None:
-    text = written(tmp_path, [LONG, LONG], task='on_unfit_rows = "drop"')
+    text = written(tmp_path, [LONG, LONG], task='bad_rows = "drop"')
     (problem,) = problems(config(tmp_path, text))
     assert problem.endswith("by at least 1; no row fits, so they cannot be dropped")
 

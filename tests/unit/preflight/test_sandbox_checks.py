@@ -41,8 +41,8 @@ def test_a_weak_or_impossible_sandbox_is_refused(toml: str, message: str, tmp_pa
 
 
 def test_numbers_have_limits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[sandbox\] workers: expected an integer >= 1 and <= 1024, found 0"):
-        config(tmp_path, "[sandbox]\nworkers = 0")
+    with pytest.raises(ConfigError, match=r"\[sandbox\] memory_mb: expected an integer >= 32 and <= 4194304, found 0"):
+        config(tmp_path, "[sandbox]\nmemory_mb = 0")
 
 
 @pytest.mark.parametrize(

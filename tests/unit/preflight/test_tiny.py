@@ -102,7 +102,7 @@ def test_a_tiny_model_and_rows_that_exist_are_used(tmp_path: Path) -> None:
     ]
     after = tiny(load(find("grpo_llama3_8b"), flags), tmp_path)
     assert after.model.hf_assets_path == folder
-    assert (after.task.name, after.task.path, after.task.on_unfit_rows) == ("jsonl", f"{tmp_path}/rows.jsonl", "drop")
+    assert (after.task.name, after.task.path, after.task.bad_rows) == ("jsonl", f"{tmp_path}/rows.jsonl", "drop")
 
 
 def test_a_model_that_cannot_run_is_not_replaced_by_one_that_can(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def finished(fast_disk: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(fast_disk: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stopped after step 4, and resumed with a lag."""
     run = WrittenRun(tmp_path_factory.mktemp("resumed") / "run")
-    run.life(config(lag=1), last=4)
-    run.life(config(lag=2))
+    run.life(config(max_staleness_steps=1), last=4)
+    run.life(config(max_staleness_steps=2))
     assert audit(run.folder)[0] == []
     return run.folder
 

@@ -33,14 +33,14 @@ def run(tmp_path: Path) -> WrittenRun:
     "keys",
     [
         {},
-        {"lag": 1},
-        {"lag": 3, "pace": True},
-        {"lag": 1, "window": 1},
-        {"lag": 2, "window": 2, "groups_per_step": 3},
+        {"max_staleness_steps": 1},
+        {"max_staleness_steps": 3},
+        {"max_staleness_steps": 2, "overtake_steps": 1},
+        {"max_staleness_steps": 4, "overtake_steps": 2, "groups_per_step": 3},
         {"stream_groups": 1, "groups_per_step": 3},
-        {"stream_groups": 2, "groups_per_step": 3, "lag": 2},
+        {"stream_groups": 2, "groups_per_step": 3, "max_staleness_steps": 2},
         {"dynamic_sampling": True},
-        {"dynamic_sampling": True, "lag": 1},
+        {"dynamic_sampling": True, "max_staleness_steps": 1},
         {"group_size": 5, "interval": 3},
         {"interval": 100},
     ],
@@ -56,7 +56,7 @@ def test_a_run_to_its_end(run: WrittenRun, keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("stream_groups", [0, 1])
 def test_groups_whose_reward_fails(run: WrittenRun, lag: int, stream_groups: int) -> None:
-    run.life(config(lag=lag, stream_groups=stream_groups), failing={1: 2, 4: 1, 9: 5})
+    run.life(config(max_staleness_steps=lag, stream_groups=stream_groups), failing={1: 2, 4: 1, 9: 5})
     assert "2 dropped" in clean(run)
 
 
@@ -66,22 +66,24 @@ def test_groups_whose_reward_fails(run: WrittenRun, lag: int, stream_groups: int
         {"groups_per_step": 4},
         {"groups_per_step": 1},
         {"group_size": 4},
-        {"lag": 2},
-        {"lag": 1, "window": 2},
-        {"lag": 0},
+        {"max_staleness_steps": 2},
+        {"max_staleness_steps": 3, "overtake_steps": 2},
+        {"max_staleness_steps": 0, "overtake_steps": 0},
         {"interval": 3},
         {"steps": 10},
         {"dynamic_sampling": True},
         {"stream_groups": 1},
-        {"groups_per_step": 3, "group_size": 3, "lag": 3, "interval": 5, "steps": 12},
+        {"groups_per_step": 3, "group_size": 3, "max_staleness_steps": 3, "interval": 5, "steps": 12},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("before", [{"lag": 1}, {"lag": 2, "window": 1}], ids=str)
+@pytest.mark.parametrize(
+    "before", [{"max_staleness_steps": 1}, {"max_staleness_steps": 3, "overtake_steps": 1}], ids=str
+)
 def test_a_run_that_resumes_with_other_bounds(run: WrittenRun, before: dict[str, Any], changed: dict[str, Any]) -> None:
     run.life(config(**before), last=5)
     clean(run, 5)
-    run.life(config(**before | {"window": 0} | changed))
+    run.life(config(**before | {"overtake_steps": 0} | changed))
     clean(run, changed.get("steps", 8))
 
 
@@ -89,11 +91,11 @@ def test_a_run_that_resumes_with_other_bounds(run: WrittenRun, before: dict[str,
 @pytest.mark.parametrize("step", [2, 5, 8])
 def test_a_run_that_is_killed(run: WrittenRun, step: int, moment: str) -> None:
     if moment == "starting":
-        run.life(config(lag=1), last=step)
-    run.life(config(lag=2 if moment == "starting" else 1, steps=9), kill=(step, moment))
+        run.life(config(max_staleness_steps=1), last=step)
+    run.life(config(max_staleness_steps=2 if moment == "starting" else 1, steps=9), kill=(step, moment))
     problems, _ = audit(run.folder)
     assert problems == []
-    run.life(config(lag=1, steps=9))
+    run.life(config(max_staleness_steps=1, steps=9))
     clean(run, 9)
 
 
@@ -108,7 +110,7 @@ def test_a_run_that_is_killed_twice_and_the_second_time_before_it_begins(run: Wr
 
 @pytest.mark.parametrize("interval", [1, 2, 0])
 def test_a_run_that_rewinds_within_its_process(run: WrittenRun, interval: int) -> None:
-    run.life(config(lag=1, interval=3, snapshot_interval=interval), rewind=5)
+    run.life(config(max_staleness_steps=1, interval=3, snapshot_interval=interval), rewind=5)
     assert "by 1 restarts" in clean(run)
     shutil.rmtree(run.folder)
     run.life(config(interval=3, snapshot_interval=interval), last=4, rewind=2)
@@ -118,26 +120,26 @@ def test_a_run_that_rewinds_within_its_process(run: WrittenRun, interval: int) -
 
 @pytest.mark.parametrize("name", [NAME, "metrics.jsonl", "rollouts.jsonl"])
 def test_a_run_whose_tail_is_torn(run: WrittenRun, name: str) -> None:
-    run.life(config(lag=1), kill=(5, "reported"))
+    run.life(config(max_staleness_steps=1), kill=(5, "reported"))
     path = run.folder / name
     path.write_bytes(path.read_bytes()[:-11])
-    run.life(config(lag=1))
+    run.life(config(max_staleness_steps=1))
     clean(run)
 
 
 def test_a_run_that_goes_back_to_an_earlier_checkpoint(run: WrittenRun) -> None:
     """The newest one was damaged, or a rollback hid it."""
-    run.life(config(lag=1), last=6)
+    run.life(config(max_staleness_steps=1), last=6)
     newest = run.folder / "checkpoint" / "step-6"
     newest.rename(newest.with_name("undone-6.1"))
-    run.life(config(lag=1), kill=(5, "reported"))
+    run.life(config(max_staleness_steps=1), kill=(5, "reported"))
     assert audit(run.folder)[0] == []
-    run.life(config(lag=1))
+    run.life(config(max_staleness_steps=1))
     clean(run)
 
 
 def test_a_run_that_starts_over_in_its_folder(run: WrittenRun) -> None:
-    run.life(config(lag=1), last=5)
+    run.life(config(max_staleness_steps=1), last=5)
     shutil.rmtree(run.folder / "checkpoint")
     run.life(config())
     assert "by 1 restarts" in clean(run)
@@ -155,8 +157,8 @@ def test_a_run_without_its_checkpoints(run: WrittenRun) -> None:
     lives=st.lists(
         st.fixed_dictionaries(
             {
-                "lag": st.integers(0, 3),
-                "window": st.integers(0, 2),
+                "max_staleness_steps": st.integers(0, 5),
+                "overtake_steps": st.integers(0, 2),
                 "groups_per_step": st.integers(1, 3),
                 "dynamic_sampling": st.booleans(),
                 "interval": st.integers(1, 4),
@@ -173,8 +175,8 @@ def test_any_lives(tmp_path_factory: pytest.TempPathFactory, lives: list[dict[st
     run = WrittenRun(tmp_path_factory.mktemp("lives"))
     for life in lives:
         keys = {key: value for key, value in life.items() if key not in ("how", "steps")}
-        if life["dynamic_sampling"] or not life["lag"]:
-            keys["window"] = 0
+        if life["dynamic_sampling"] or life["max_staleness_steps"] <= life["overtake_steps"]:
+            keys["overtake_steps"] = 0
         at = max(run.whole_steps(), default=0)
         end = min(at + life["steps"], 8)
         if end == at:

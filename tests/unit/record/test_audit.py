@@ -87,7 +87,7 @@ LEDGER: dict[str, tuple[Forge, str]] = {
     ),
     "prompts trained out of order": (
         lambda e: of(e, event="trained", step=4)["prompts"].reverse(),
-        "prompt 6 was trained on after a later one, though rollout.window is 0",
+        "prompt 6 was trained on after a later one, though rollout.overtake_steps is 0",
     ),
     "no saves": (
         lambda e: without(e, *every(e, event="saved")),
@@ -137,7 +137,7 @@ LEDGER: dict[str, tuple[Forge, str]] = {
     ),
     "a prompt admitted too early": (
         lambda e: of(e, event="admitted", prompt=7).update(turn=6),
-        "prompt 7 was admitted after step 3 for step 6, rollout.lag is 0",
+        "prompt 7 was admitted after step 3 for step 6, rollout.max_staleness_steps - overtake_steps is 0",
     ),
     "a prompt that missed its turn": (
         lambda e: of(e, event="admitted", prompt=7).update(turn=3),
@@ -239,7 +239,7 @@ FILES: dict[str, tuple[Change, str]] = {
         }.items()
     },
     f"{NAME}: bounds that are none": (
-        ledger(lambda e: e[0].update(bounds={"rollout.lag": 1})),
+        ledger(lambda e: e[0].update(bounds={"rollout.max_staleness_steps": 1})),
         f"{NAME}, line 1 (begun): expected a valid bounds",
     ),
     f"{NAME}: a flipped bit": (

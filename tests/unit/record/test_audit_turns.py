@@ -34,7 +34,7 @@ class Mixed(Forking):
 @pytest.fixture(scope="module")
 def finished(fast_disk: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = WrittenRun(tmp_path_factory.mktemp("turns"), Mixed())
-    run.life(config(group_size=3, lag=1))
+    run.life(config(group_size=3, max_staleness_steps=1))
     return run.folder
 
 

@@ -96,14 +96,14 @@ def test_a_run_whose_log_is_full_ends_by_name_and_resumes(
     run = WrittenRun(tmp_path)
     monkeypatch.setattr(LineFile, "flush", limited)
     with pytest.raises(RunError, match=rf"{name} cannot be written: File too large"):
-        run.life(config(lag=1))
+        run.life(config(max_staleness_steps=1))
     for each in (NAME, "metrics.jsonl", "rollouts.jsonl"):
         path = tmp_path / each
         assert not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     if (tmp_path / NAME).exists() and (name, nth) != (NAME, 1):
         assert audit(tmp_path)[0] == []
     monkeypatch.setattr(LineFile, "flush", flush)
-    run.life(config(lag=1))
+    run.life(config(max_staleness_steps=1))
     problems, checked = audit(tmp_path)
     assert problems == []
     assert "16 trained on in 8 steps" in checked

@@ -31,7 +31,7 @@ async def test_with_a_window_the_groups_behind_a_failed_one_move_up(tokenizer: T
             return await super().generate(request)
 
     echo = Stragglers([0])
-    rollout = RolloutSection(groups_per_step=2, group_size=3, lag=2, window=1, pace=False)
+    rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=3, overtake_steps=1)
     rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout, judge=Failing({0: 2}))
     found: list[list[int]] = []
     waited: list[int] = []
@@ -151,14 +151,14 @@ async def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: Text
     """Three of at most four tokens, a buffer of two: half of the penalty."""
 
     echo = Echo([0], length=3)
-    how = {"overlong_buffer": 2, "overlong_penalty": 0.25}
-    rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text, messages: 1.0), **how)
+    judge = by_rule(lambda prompt, text, messages: 1.0)
+    rollouts = stream(echo, source(tokenizer), tokenizer, judge=judge, overlong_buffer=2)
     async with aclosing(rollouts):
         rollouts.admit(1)
         (group,) = await rollouts.take(1, 1)
     assert group.rewards == [1.0] * 3
-    assert [r.penalty for r in group.rollouts] == [0.125] * 3
-    assert [rollout.signal for rollout in group.rollouts] == [0.875] * 3
+    assert [r.penalty for r in group.rollouts] == [0.5] * 3
+    assert [rollout.signal for rollout in group.rollouts] == [0.5] * 3
 
 
 async def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextTokenizer) -> None:

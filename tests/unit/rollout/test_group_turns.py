@@ -27,7 +27,9 @@ def stream(
 ) -> RolloutStream:
     settings = StreamSettings(
         algorithm=AlgorithmSection(),
-        rollout=RolloutSection(groups_per_step=2, group_size=4, lag=lag, window=window),
+        rollout=RolloutSection(
+            groups_per_step=2, group_size=4, max_staleness_steps=lag + window, overtake_steps=window
+        ),
         sampling=Sampling(4),
         seed=7,
         first=1,

@@ -62,7 +62,7 @@ def test_prompts_that_are_always_refused_end_the_run(tokenizer: TextTokenizer) -
 
     with pytest.raises(SamplingFailed, match="the engines refused prompt 0: request prompt-0: 69 tokens") as raised:
         asyncio.run(body())
-    assert "4 groups in a row had no rewards. task.on_unfit_rows" in raised.value.details
+    assert "4 groups in a row had no rewards. task.bad_rows" in raised.value.details
 
 
 def test_one_failure_does_not_end_a_run_of_one_group_a_step(tokenizer: TextTokenizer) -> None:

@@ -49,7 +49,7 @@ class Straggling(Echo):
 
 async def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     """The newest issued prompts are trained on, while older ones are in flight and nothing new is admitted."""
-    rollout = RolloutSection(groups_per_step=2, group_size=3, lag=1, window=1)
+    rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=2, overtake_steps=1)
 
     first = stream(Stuck(0, 1), source(tokenizer), tokenizer, 12, rollout=rollout, folder=tmp_path)
     begin(first, 0, {})
@@ -102,9 +102,8 @@ def runs(draw: st.DrawFn) -> tuple[Settings, list[Life]]:
     rollout = RolloutSection(
         groups_per_step=3 if failing else draw(st.integers(1, 3)),  # fewer failures in a row do not end a run
         group_size=3,
-        lag=lag,
-        window=window,
-        pace=draw(st.booleans()),
+        max_staleness_steps=lag + window,
+        overtake_steps=window,
     )
     life = st.builds(
         Life,
@@ -165,16 +164,16 @@ class Run:
 
         syncing = asyncio.create_task(asyncio.sleep(0))
         async with aclosing(rollouts):
-            rollouts.admit(n * (rollout.lag + 1))
+            rollouts.admit(n * (rollout.steps_ahead + 1))
             for step in range(self.step + 1, last + 1):
                 groups = await take(step)
                 assert len(groups) == n
-                assert max(ages_of(step, groups)) <= rollout.lag + rollout.window
+                assert max(ages_of(step, groups)) <= rollout.max_staleness_steps
                 rollouts.trained(step, groups)
                 self.trained += ids(groups)
                 await syncing
                 syncing = asyncio.create_task(serve(step))
-                if rollout.lag == 0:
+                if rollout.steps_ahead == 0:
                     await syncing
             self.step, self.cut = last, json.loads(json.dumps(rollouts.saved(last)))
             if life.lost and last < STEPS:
@@ -185,7 +184,11 @@ class Run:
 
 
 TWICE = (  # the second process dies before it has started again all that was in flight when the first one died
-    Settings(RolloutSection(groups_per_step=3, group_size=3, lag=3, window=2), failing=True, dynamic=False),
+    Settings(
+        RolloutSection(groups_per_step=3, group_size=3, max_staleness_steps=5, overtake_steps=2),
+        failing=True,
+        dynamic=False,
+    ),
     [
         Life([5, 0, 3, 9, 8, 1], slow=6, pulls=[9, 6, 14, 1], steps=3, lost=True),
         Life([1, 6, 5, 3, 6, 2, 2], slow=3, pulls=[7, 8], steps=1, lost=False),

@@ -28,12 +28,11 @@ from titan_rl.wire.types import Completion, Request
     pulls=st.lists(st.integers(0, 20), min_size=1, max_size=5),
     lag=st.integers(0, 4),
     window=st.integers(0, 3),
-    pace=st.booleans(),
     n=st.integers(1, 3),
     begun=st.integers(0, 2),
 )
 def test_no_token_is_older_than_the_bound(
-    tokenizer: TextTokenizer, delays: list[int], pulls: list[int], lag: int, window: int, pace: bool, n: int, begun: int
+    tokenizer: TextTokenizer, delays: list[int], pulls: list[int], lag: int, window: int, n: int, begun: int
 ) -> None:
     """Whatever takes how long: sampling, or until the generators serve a version. Every prompt is trained on once."""
     window = window if lag else 0
@@ -47,7 +46,9 @@ def test_no_token_is_older_than_the_bound(
             source(tokenizer),
             tokenizer,
             n * (steps - begun),
-            rollout=RolloutSection(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
+            rollout=RolloutSection(
+                groups_per_step=n, group_size=3, max_staleness_steps=lag + window, overtake_steps=window
+            ),
             first=begun + 1,
         )
         trained: list[int] = []
@@ -98,7 +99,9 @@ def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) ->
 
     async def reached(lag: int, window: int) -> tuple[int, int]:
         echo = Straggler()
-        rollout = RolloutSection(groups_per_step=2, group_size=3, lag=lag, window=window)
+        rollout = RolloutSection(
+            groups_per_step=2, group_size=3, max_staleness_steps=lag + window, overtake_steps=window
+        )
         rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout)
         async with aclosing(rollouts):
             rollouts.admit(2 * (lag + 1))
@@ -123,10 +126,10 @@ def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) 
     """Where sampling is quicker than training, two steps' worth in flight are enough. Where it takes four steps as
     long, more are in flight, enough to keep the trainers busy."""
 
-    async def ages_with(pace: bool, turns: int) -> tuple[int, int]:
+    async def ages_with(turns: int) -> tuple[int, int]:
         echo = Echo([turns])
         oldest = 0
-        rollout = RolloutSection(groups_per_step=2, group_size=3, lag=4, pace=pace)
+        rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=4)
         rollouts = stream(echo, source(tokenizer), tokenizer, rollout=rollout)
         async with aclosing(rollouts):
             rollouts.admit(10)
@@ -139,9 +142,8 @@ def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) 
                 rollouts.admit(2)
             return int(oldest), rollouts.backlog.inflight
 
-    assert asyncio.run(ages_with(pace=False, turns=5)) == (4, 10)
-    assert asyncio.run(ages_with(pace=True, turns=5))[0] <= 2
-    oldest, inflight = asyncio.run(ages_with(pace=True, turns=38))
+    assert asyncio.run(ages_with(turns=5))[0] <= 2
+    oldest, inflight = asyncio.run(ages_with(turns=38))
     assert oldest <= 4
     assert inflight == 10
 
@@ -159,7 +161,7 @@ async def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer:
 async def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer) -> None:
     """Also one that resumes twice before the straggler is trained on."""
 
-    rollout = RolloutSection(groups_per_step=1, group_size=3, lag=2, window=4, pace=False)
+    rollout = RolloutSection(groups_per_step=1, group_size=3, max_staleness_steps=6, overtake_steps=4)
     prompts = source(tokenizer)
     seen: list[int] = []
     for life in range(3):
@@ -268,7 +270,9 @@ def test_a_group_costs_the_same_in_a_large_step(
 ) -> None:
     def step(n: int) -> Callable[[], None]:
         async def body() -> None:
-            rollout = RolloutSection(groups_per_step=n, group_size=2, lag=1, window=window)
+            rollout = RolloutSection(
+                groups_per_step=n, group_size=2, max_staleness_steps=1 + window, overtake_steps=window
+            )
             rollouts = stream(Echo([*range(17)]), source(tokenizer), tokenizer, 4 * n, rollout=rollout)
             async with aclosing(rollouts):
                 rollouts.admit(2 * n)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from support.attacks import ATTACKS, BOMBS, Target, target
-from titan_rl.config.sections import SandboxSection
+from titan_rl.sandbox.execution import ExecutionLimits
 from titan_rl.sandbox.local import LocalSandbox
 
-SECTION = SandboxSection(
-    workers=1, cpu_seconds=1, wall_seconds=30, memory_mb=256, processes=14, file_mb=16, disk_mb=32, output_kb=64
+LIMITS = ExecutionLimits(
+    cpu_seconds=1, wall_seconds=30, memory_mb=256, processes=14, file_mb=16, disk_mb=32, output_kb=64
 )
 HANGING = {"fork bomb", "busy loop", "sleep, with every signal ignored", "a loop in C", "close stdout, fork and hang"}
 HANGING_SECONDS = 1.5
@@ -30,7 +30,7 @@ def sandbox(aim: Target) -> Iterator[LocalSandbox]:
     with pytest.MonkeyPatch.context() as patch, open(aim.secret) as inherited:
         patch.setenv("TITAN_RL_TEST_SECRET", "SECRET")
         os.set_inheritable(inherited.fileno(), True)
-        sandbox = LocalSandbox(SECTION)
+        sandbox = LocalSandbox(limits=LIMITS, workers=1)
         sandbox.run_here("")
         yield sandbox
         sandbox.close()

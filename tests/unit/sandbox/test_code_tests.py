@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import code_tests
 from titan_rl.sandbox.code_tests import check_row, examine, program, row_tests, same_lines
-from titan_rl.sandbox.execution import Execution, SandboxRefused, Verdict
+from titan_rl.sandbox.execution import Execution, ExecutionLimits, SandboxRefused, Verdict
 from titan_rl.sandbox.local import LocalSandbox
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
@@ -143,7 +142,7 @@ JUDGED = ["import math\nassert f(3) == 6\nassert abs(f(2) - 4) < 1e-9\nassert al
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[LocalSandbox]:
-    sandbox = LocalSandbox(SandboxSection(workers=1, cpu_seconds=1, wall_seconds=20, memory_mb=256))
+    sandbox = LocalSandbox(limits=ExecutionLimits(cpu_seconds=1, wall_seconds=20, memory_mb=256), workers=1)
     yield sandbox
     sandbox.close()
 

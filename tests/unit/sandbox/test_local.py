@@ -16,15 +16,16 @@ from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import code_tools, local
 from titan_rl.sandbox.code_tools import CodeTools, python, shell, shown
-from titan_rl.sandbox.execution import Execution, SandboxRefused
+from titan_rl.sandbox.execution import Execution, ExecutionLimits, SandboxRefused
 from titan_rl.sandbox.local import LocalSandbox
 
-SECTION = SandboxSection(workers=2, cpu_seconds=2, wall_seconds=30, memory_mb=256)
+SECTION = SandboxSection(wall_seconds=30, memory_mb=256)
+LIMITS = ExecutionLimits(cpu_seconds=2, wall_seconds=30, memory_mb=256)
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[LocalSandbox]:
-    sandbox = LocalSandbox(SECTION)
+    sandbox = LocalSandbox(SECTION, limits=LIMITS)
     yield sandbox
     sandbox.close()
 
@@ -80,14 +81,14 @@ def test_shell(sandbox: LocalSandbox) -> None:
 def test_the_order_of_sets_is_the_same_in_every_server() -> None:
     outputs = set()
     for _ in range(2):
-        sandbox = LocalSandbox(SECTION)
+        sandbox = LocalSandbox(SECTION, limits=LIMITS)
         outputs.add(sandbox.run_here("print({'a', 'b', 'c', 'd', 'e', 'f'}, hash('a'))").stdout)
         sandbox.close()
     assert len(outputs) == 1
 
 
 def test_packages_are_there_if_they_are_wanted() -> None:
-    sandbox = LocalSandbox(replace(SECTION, packages=True, memory_mb=1024, cpu_seconds=20, wall_seconds=120))
+    sandbox = LocalSandbox(replace(SECTION, packages=True, memory_mb=1024, wall_seconds=120))
     found = sandbox.run_here("import numpy; print(numpy.arange(4).sum())")
     assert found.stdout == "6\n", found
     assert sandbox.run_tests_here(
@@ -101,7 +102,7 @@ def test_without_packages_there_are_none(sandbox: LocalSandbox) -> None:
 
 
 async def test_several_at_a_time() -> None:
-    sandbox = LocalSandbox(SECTION)
+    sandbox = LocalSandbox(SECTION, limits=LIMITS)
     await sandbox.warm()
     began = time.monotonic()
     found = await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.5); print({n})") for n in range(4)))
@@ -171,7 +172,7 @@ def is_server(pid: int) -> bool:
 
 
 def test_a_closed_sandbox_runs_nothing() -> None:
-    sandbox = LocalSandbox(replace(SECTION, workers=1))
+    sandbox = LocalSandbox(SECTION, limits=LIMITS, workers=1)
     assert sandbox.run_here("print(1)").stdout == "1\n"
     sandbox.close()
     with pytest.raises(SandboxRefused, match="the sandbox is closed"):
@@ -220,7 +221,7 @@ def test_a_sandbox_that_fails_is_no_observation(monkeypatch: pytest.MonkeyPatch)
 
 def test_shared_is_configured_and_one_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(local.VARIABLE, "{}")
-    local.configure(SandboxSection(workers=1, wall_seconds=7))
+    local.configure(SandboxSection(wall_seconds=7))
     assert local.shared() is local.shared()
     assert local.shared().limits.wall_seconds == 7
     program = "from titan_rl.sandbox.local import shared; print(shared().limits.wall_seconds)"

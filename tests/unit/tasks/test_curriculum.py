@@ -57,10 +57,10 @@ def test_a_hopeless_prompt_waits_for_its_turns() -> None:
     assert counts(found.metrics) == (3, 0, 0)
 
 
-def test_pass_rates_are_the_users() -> None:
-    chosen = CurriculumSection(solved_visits=1, hopeless_wait=1, solved_rate=0.5, hopeless_rate=0.25, correct_at=2.0)
+def test_what_counts_as_correct_is_the_users() -> None:
+    chosen = CurriculumSection(solved_visits=1, hopeless_wait=1, correct_at=2.0)
     found = Curriculum(chosen, 9)
-    for index, rewards in enumerate(([2, 3, 0, 0], [2, 0, 0, 0], [2, 2, 0, 0, 0], [math.nan, 2.0], [math.nan])):
+    for index, rewards in enumerate(([2, 3], [1, 1], [2, 1], [math.nan, 2.0], [math.nan])):
         found.visited(index, rewards)
     assert [found.passes_over(index) for index in range(5)] == [True, True, False, True, False]
 
@@ -178,7 +178,9 @@ def test_a_cut_run_trains_every_prompt_once_and_each_on_its_own_example(
     """With prompts in flight, groups that overtake and groups that are dropped as flat; without a lag, the resumed run
     is the uninterrupted one."""
     window, steps = window if lag else 0, 6
-    settings_of = RolloutSection(groups_per_step=2, group_size=3, lag=lag, window=window, pace=False)
+    settings_of = RolloutSection(
+        groups_per_step=2, group_size=3, max_staleness_steps=lag + window, overtake_steps=window
+    )
 
     def run(folder: Path, cuts: Sequence[int]) -> dict[int, tuple[int, Any]]:
         seen: dict[int, tuple[int, Any]] = {}

@@ -238,16 +238,16 @@ def test_bad_rows_are_all_named_or_skipped_and_counted(tmp_path: Path) -> None:
     with pytest.raises(BadRows) as refused:
         load(path)
     assert [problem.split(": ")[0] for problem in refused.value.problems] == [f"{path}:{line}" for line in (2, 4, 5)]
-    task = load(path, skip_bad_rows=True)
+    task = load(path, bad_rows="drop")
     assert [e.row for e in task.train] == GOOD[:2]
     assert task.bad_rows == 3
     (note,) = task.notes
-    assert note.startswith(f"task.skip_bad_rows: 3 of 5 rows of task.path are left out; {path}:2: expected a JSON obj")
+    assert note.startswith(f"task.bad_rows: 3 of 5 rows of task.path are left out; {path}:2: expected a JSON obj")
 
 
 def test_a_file_of_bad_rows_only_is_never_skipped(tmp_path: Path) -> None:
     with pytest.raises(BadRows, match=r"a\.jsonl:1: expected a JSON object"):
-        load(jsonl(tmp_path / "a.jsonl", ["{"]), skip_bad_rows=True)
+        load(jsonl(tmp_path / "a.jsonl", ["{"]), bad_rows="drop")
 
 
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_another_order_is_refused(text: TextTokenizer) -> None:
 
 def test_a_refused_resume_says_how_to_continue(text: TextTokenizer) -> None:
     state = PromptSource(TASK, text, seed=0).state_dict()
-    with pytest.raises(RunError, match=r'every row of its file \(task\.on_unfit_rows = "drop" leaves out'):
+    with pytest.raises(RunError, match=r'every row of its file \(task\.bad_rows = "drop" leaves out'):
         PromptSource(Task(TASK.train[:6], []), text, seed=0).load_state_dict(state)
 
 

@@ -103,7 +103,7 @@ def test_one_that_resumes_skips_rows_that_no_longer_fit(text: TextTokenizer) -> 
 
 
 def test_a_lagging_stream_that_is_cut_resumes_with_the_prompts_that_it_had_in_flight(text: TextTokenizer) -> None:
-    rollout = RolloutSection(groups_per_step=2, group_size=2, lag=2, window=2, pace=False)
+    rollout = RolloutSection(groups_per_step=2, group_size=2, max_staleness_steps=4, overtake_steps=2)
     whole, resumed = PromptSource(TASK, text, seed=5), PromptSource(TASK, text, seed=5)
 
     async def cut_after(steps: int) -> tuple[list[int], dict[str, Any]]:

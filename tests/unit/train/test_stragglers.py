@@ -79,8 +79,8 @@ def test_the_message_has_the_times_and_the_key_that_sets_the_limit() -> None:
     watch = Stragglers(2.0, 1)
     (sentence,) = watch.seen(41, {"generator0": 0.011, "generator1": 0.013, "generator2": 0.0468})
     assert sentence == (
-        "generator2 is a straggler: 0.0468 s where its peers' median is 0.012 s (3.9 times, fault.straggler_factor = "
-        "2), 1 steps in a row up to step 41"
+        "generator2 is a straggler: 0.0468 s where its peers' median is 0.012 s (3.9 times), "
+        "1 steps in a row up to step 41"
     )
 
 

@@ -217,31 +217,6 @@ def test_shape_of_folder(tmp_path: Path) -> None:
             shape_of(ModelSection(hf_assets_path=str(tmp_path)))
 
 
-def test_shape_of_flavor() -> None:
-    llama = shape_of(ModelSection(flavor="8B"))
-    assert (llama.dim, llama.n_layers, llama.n_kv_heads, llama.head_dim) == (4096, 32, 8, 128)
-    assert llama.parameters == 8_030_261_248  # as published
-    assert llama.rope_scaling == SCALING | {"factor": 8.0}
-    qwen = shape_of(ModelSection(name="qwen3", flavor="0.6B"))
-    assert (qwen.head_dim, qwen.tied, qwen.rope_scaling, qwen.parameters) == (128, True, None, 596_049_920)
-    mixed = shape_of(ModelSection(name="qwen3_moe", flavor="30B-A3B"))
-    assert (mixed.experts, mixed.experts_per_token, mixed.hidden_dim, mixed.norm_routes) == (128, 8, 768, True)
-    assert mixed.parameters == 30_532_122_624  # as published
-
-
-@pytest.mark.parametrize(
-    ("name", "flavor", "message"),
-    [
-        ("llama3", "8b", "found \"8b\"; did you mean '8B'"),
-        ("qwen3", "30B-A3B", "a mixture of experts"),
-        ("qwen3_moe", "32B", 'expected a qwen3_moe (debugmodel_moe, 30B-A3B, 235B-A22B), found "32B", a dense model'),
-    ],
-)
-def test_refused_flavors(name: Any, flavor: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        shape_of(ModelSection(name=name, flavor=flavor))
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

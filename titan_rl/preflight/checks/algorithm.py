@@ -24,9 +24,6 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if curriculum.on and a.kind != "rl":
         key = "solved_visits" if curriculum.solved_visits else "hopeless_wait"
         yield wrong(f"curriculum.{key}", f'0, because algorithm.name = "{a.name}" samples no answers')
-    if curriculum.hopeless_rate >= curriculum.solved_rate:
-        most = f"a value below curriculum.solved_rate = {curriculum.solved_rate:g}"
-        yield wrong("curriculum.hopeless_rate", most)
     if a.kind == "reward" and config.cold_start.steps:
         yield wrong("cold_start.steps", "0, because a reward model generates no answers")
     if a.kind != "rl":
@@ -59,7 +56,7 @@ def check_algorithm(config: Config) -> Iterator[str]:
             yield wrong("algorithm.credit", f'"outcome", {because} uses no rewards')
         if a.kl_coef and a.kl_in == "reward":
             yield wrong("algorithm.kl_in", f'"loss", {because} uses no rewards')
-        if a.overlong_buffer and a.overlong_penalty:
+        if a.overlong_buffer:
             yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
@@ -75,16 +72,17 @@ def check_steps(config: Config) -> Iterator[str]:
     if (samples := rollout.groups_per_step * rollout.group_size) > MOST_SAMPLES:
         most = f"at most {MOST_SAMPLES} samples per step (rollout.groups_per_step x rollout.group_size)"
         yield f"rollout.group_size: expected {most}, found {samples}"
-    if rollout.window and rollout.lag == 0:
-        yield wrong("rollout.window", "0, because rollout.lag = 0 leaves nothing to overtake")
-    if rollout.window and a.dynamic_sampling:
-        why = "because replaced groups would exceed the window"
-        yield wrong("rollout.window", f"0 with algorithm.dynamic_sampling, {why}")
+    if rollout.overtake_steps and rollout.steps_ahead <= 0:
+        most = f"less than rollout.max_staleness_steps = {rollout.max_staleness_steps}"
+        yield wrong("rollout.overtake_steps", f"0, or {most}")
+    if rollout.overtake_steps and a.dynamic_sampling:
+        why = "because replaced groups would exceed it"
+        yield wrong("rollout.overtake_steps", f"0 with algorithm.dynamic_sampling, {why}")
     how, colocated = config.weight_sync.in_flight, config.placement.kind == "colocated"
-    if rollout.lag and how != "swap":  # without a lag no request is unfinished at a weight update
+    if rollout.steps_ahead and how != "swap":  # without a lag no request is unfinished at a weight update
         if colocated:
             sleep = {"drain": "before their requests finish", "keep": "and free their keys and values"}[how]
-            why = f'because engines sleep {sleep} if placement.kind is "colocated" and rollout.lag > 0'
+            why = f'because engines sleep {sleep} if placement.kind is "colocated" and rollout.max_staleness_steps > 0'
             yield wrong("weight_sync.in_flight", f'"swap", {why}')
         if how == "keep" and a.kind == "rl" and (a.proximal, a.correction) == ("trainer", "none"):
             why = 'because weight_sync.in_flight = "keep" samples from a policy that no version of the weights has'
@@ -94,7 +92,7 @@ def check_steps(config: Config) -> Iterator[str]:
         "a step has several updates": a.updates > 1,
         "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
         "a critic is trained": a.needs_critic,
-        "rollout.window lets groups overtake each other": rollout.window > 0,
+        "rollout.overtake_steps lets groups overtake each other": rollout.overtake_steps > 0,
         'placement.kind is "colocated"': colocated,
     }
     if config.training.stream_groups and a.kind == "rl" and any(needs_whole_steps.values()):
@@ -130,9 +128,6 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def check_titan_keys(config: Config) -> Iterator[str]:
     """Check the keys that are handed to TorchTitan, which would refuse them only on the ranks."""
-    least = config.profiling.profiler_warmup + config.profiling.profiler_active
-    if config.profiling.profile_freq < least:
-        yield problem(config, "profiling.profile_freq", f"at least profiler_warmup + profiler_active = {least}")
     for number, target in enumerate(config.override.imports):
         module = target.rpartition(".")[0]
         try:
@@ -175,7 +170,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
     if keys:  # the file sets a clip, or changes the ratio of a preset that has one
         found = ", ".join(f"algorithm.{key} = {as_toml(getattr(a, key))}" for key in keys)
         remedy = "algorithm.minibatches or algorithm.epochs above 1"
-        if config.rollout.lag:
+        if config.rollout.steps_ahead:
             remedy = f'algorithm.proximal = "generator" with algorithm.correction = "none", or {remedy}'
         yield (
             f'{found}: no clip can act, because with algorithm.proximal = "trainer" and one update per step the ratio '

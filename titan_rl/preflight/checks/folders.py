@@ -1,29 +1,28 @@
-"""Checks of where a run writes: its dump folder, the folders in it that keys name, and a run there that it resumes."""
+"""Checks of where a run writes: its dump folder, and a run there that it resumes."""
 
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, as_toml, load
+from titan_rl.config.toml import ConfigError, EarlierRun, as_toml, load_of_run
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.run_log import TENSORBOARD
+from titan_rl.wire.checkpoint_sums import FOLDER as CHECKPOINTS
 from titan_rl.wire.model_shape import ModelShape
 
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
 OWN_FILES += ("evaluations.jsonl", "summary.json", "timeline.json", ".lock")
-OWN = ("best", "hf", "model", *OWN_FILES)
+OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling")
 PATTERN = set("*?[")
-INNER = ("checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder")
-INNER += ("profiling.save_memory_snapshot_folder",)
 
 
 def check_folders(config: Config) -> Iterator[str]:
-    yield from _check_inner(config)
     name = config.job.dump_folder
     if not name.strip():
         yield f"job.dump_folder: expected the name of a folder, found {as_toml(name)}"
@@ -37,8 +36,7 @@ def check_folders(config: Config) -> Iterator[str]:
         if found := unwritable(folder):
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
-        inner = [folder / valued(config, key) for key in INNER]
-        if wrong := next((path for path in (folder / "hf", folder / "model", *inner) if _is_file(path)), None):
+        if wrong := next((path for path in (folder / name for name in OWN_FOLDERS) if _is_file(path)), None):
             yield f"job.dump_folder: expected a folder at {wrong}, found a file"
         if wrong := next((path for path in (folder / name for name in OWN_FILES) if path.is_dir()), None):
             yield f"job.dump_folder: expected a file at {wrong}, found a folder"
@@ -70,38 +68,24 @@ def unwritable(folder: Path) -> str:
     return ""
 
 
-def _check_inner(config: Config) -> Iterator[str]:
-    """Check that keys name separate folders in the dump folder."""
-    folders: dict[str, PurePosixPath] = {}
-    for key in INNER:
-        name = valued(config, key)
-        path = PurePosixPath(name)
-        expected = "the name of a folder inside job.dump_folder"
-        if not path.parts or not name.strip() or path.is_absolute() or ".." in path.parts:
-            yield f"{key}: expected {expected}, found {as_toml(name)}"
-        elif any(len(part.encode(errors="surrogateescape")) > 255 for part in path.parts) or len(name) > 500:
-            yield f"{key}: expected {expected} of at most 255 bytes each, found {as_toml(name[:80])}..."
-        elif path.parts[0] in OWN:
-            yield f"{key}: expected {expected}, found {as_toml(name)}, which the run writes itself"
-        elif other := next(
-            (k for k, p in folders.items() if p == path or p in path.parents or path in p.parents), None
-        ):
-            found = f"found {as_toml(name)} and {other} = {as_toml(str(folders[other]))}"
-            yield f"{key}: expected {expected} apart from {other}'s, {found}"
-        else:
-            folders[key] = path
-
-
 def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     """Refuse changes that a resumed run cannot make: the order of its prompts and the model in its checkpoint."""
     folder = Path(config.job.dump_folder)
-    if config.job.fresh or not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+    if config.job.fresh or not any(folder.glob("**/.metadata")):
         return
     try:
-        before = load(folder / "config.toml")
+        before = load_of_run(folder)
+    except EarlierRun as error:
+        yield f"{folder}: {error} (or --job.fresh to start from scratch)"
+        return
+    except (ConfigError, OSError):
+        return  # written by a later version: loading the checkpoint will tell
+    if not any((folder / CHECKPOINTS).glob("**/.metadata")):
+        return
+    try:
         had = shape_of(before.model)
-    except (ConfigError, OSError, ValueError):
-        return  # written by another version, or its model folder is gone: loading the checkpoint finds out
+    except ValueError:
+        return  # its model folder is gone: loading the checkpoint finds out
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
     if not config.checkpoint.enable:
         yield problem(config, "checkpoint.enable", f"true, {hint}")

@@ -34,7 +34,6 @@ from titan_rl.wire.snapshot import snapshot_bytes
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_BLOCK_SIZE = 32
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -97,8 +96,6 @@ def _check_cpu(config: Config, shape: ModelShape | None, generators: int, proces
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"
-    if generator.block_size % CPU_BLOCK_SIZE:
-        yield wrong("generator.block_size", f"a multiple of {CPU_BLOCK_SIZE} on a CPU")
 
 
 def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:

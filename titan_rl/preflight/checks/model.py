@@ -39,7 +39,7 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
     if not model.hf_assets_path and shape.parts.heads_fill_dim and model.head_dim * shape.n_heads not in (0, shape.dim):
         product = f"head_dim x n_heads = {shape.head_dim} x {shape.n_heads}"
         yield f"model.dim: expected {product}, as vLLM's {shape.parts.architectures['lm']} has, found {shape.dim}"
-    elif not (model.hf_assets_path or model.flavor or model.head_dim) and model.dim % model.n_heads:
+    elif not (model.hf_assets_path or model.head_dim) and model.dim % model.n_heads:
         yield f"model.dim: expected a multiple of n_heads = {model.n_heads}, because head_dim is 0, found {model.dim}"
     if shape.experts_per_token > shape.experts:
         most = f"at most the model's {shape.experts} experts"
@@ -57,7 +57,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             if getattr(own, size) % tp:
                 yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
         yield from _check_experts(mesh, p, own)
-        if (p.enable_sequence_parallel or p.expert_parallel_degree > 1) and seq_len % tp:
+        if seq_len % tp:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
@@ -112,8 +112,6 @@ def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
     folder = Path(config.model.hf_assets_path)
     if not config.model.hf_assets_path or not os.path.isdir(folder):
         return
-    if config.model.flavor:
-        yield problem(config, "model.flavor", '"", because model.hf_assets_path is set')
     key = "model.hf_assets_path"
     if shape is None:
         yield from check_weights(folder, key)
@@ -191,15 +189,16 @@ def _check_folder(config: Config, shape: ModelShape, role: str, why: str) -> Ite
     except Exception as error:  # tokenizers raises Exception itself
         yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
         return
+    length = {"max_seq_len": shape.max_seq_len}  # it may differ
     misfit = (own_shape.head == "value") != (role == "reward_model") and role != "critic"
     new_head = role == "critic" and own_shape.head == "lm"
     yield from check_weights(Path(folder), key, None if misfit else own_shape, head=not new_head)
     if misfit:
         wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
         yield f"{key}: expected {wanted}, found another kind of model in {folder}"
-    if role == "teacher" and config.teacher.mesh == "trainer" and own_shape != shape:
+    if role == "teacher" and config.teacher.mesh == "trainer" and replace(own_shape, **length) != shape:
         yield problem(config, "teacher.mesh", '"own", because teacher and policy differ in shape')
-    if role == "critic" and replace(own_shape, head=shape.head, tied=shape.tied) != shape:
+    if role == "critic" and replace(own_shape, head=shape.head, tied=shape.tied, **length) != shape:
         yield f"{key}: expected the policy's shape, found another shape in {folder}"
     own = policy_tokenizer(config)
     ours = own.tokenizer.get_vocab() if own else vocabulary

@@ -55,8 +55,8 @@ def check_environment(config: Config) -> Iterator[str]:
         yield from _check_server(config, usable=not unusable)
     if e.turn_seconds > e.rollout_seconds:
         yield wrong("environment.turn_seconds", f"at most environment.rollout_seconds = {e.rollout_seconds:g}")
-    if e.lockstep and config.rollout.lag:
-        why = "because the rollouts of several steps are in flight with rollout.lag > 0"
+    if e.lockstep and config.rollout.steps_ahead:
+        why = "because the rollouts of several steps are in flight with rollout.max_staleness_steps > 0"
         yield wrong("environment.lockstep", f"false, {why}")
     if e.max_tokens > config.training.seq_len:
         yield wrong("environment.max_tokens", f"at most training.seq_len = {config.training.seq_len}")
@@ -193,5 +193,5 @@ def _check_rows(config: Config, label: str, examples: Sequence[Example]) -> Iter
         except BadRows as error:
             yield from error.problems
             return
-        if unfit and (config.task.on_unfit_rows == "refuse" or len(unfit) == len(examples)):
+        if unfit and (config.task.bad_rows == "refuse" or len(unfit) == len(examples)):
             yield f"{label}: {first_unfit(examples, unfit)}{other_unfit(examples, unfit)}"

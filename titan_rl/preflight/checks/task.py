@@ -167,9 +167,9 @@ def check_row_lengths(config: Config) -> Iterator[str]:
         yield from error.problems
         return
     for examples, unfit in zip((task.known, task.heldout), unfit_by_part, strict=True):
-        if unfit and config.task.on_unfit_rows == "refuse":
+        if unfit and config.task.bad_rows == "refuse":
             drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
-            yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
+            yield f'{first_unfit(examples, unfit)}, or set task.bad_rows = "drop" {drops}'
         elif unfit and len(unfit) == len(examples):
             yield f"{first_unfit(examples, unfit)}; no row fits, so they cannot be dropped"
 
