@@ -10,11 +10,14 @@ from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Switc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSection:
     dump_folder: str = "./outputs/run"
-    """Output folder of the run. A run resumes from the newest checkpoint in it."""
+    """Output folder of the run, which resumes from the newest checkpoint in it. Without this key, NAME.toml writes to
+    outputs/NAME."""
     description: str = ""
     """One line about the experiment, printed with the plan."""
     fresh: bool = False
     """Rename an existing dump folder (it is never deleted) and start from scratch."""
+    resume_changed: bool = False
+    """Resume with another reward, algorithm, model or data than those of the run in job.dump_folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

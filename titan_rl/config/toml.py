@@ -136,6 +136,11 @@ class Key:
         return text
 
 
+PATHS = ("job.dump_folder", "task.path", "task.eval_path", "task.chat_template", "hosts.tls", "environment.python")
+PATHS += tuple(f"{section}.hf_assets_path" for section in ("model", "critic", "reward_model", "teacher"))
+"""Keys in which "~" is the home folder. A shell replaces it only in arguments of their own."""
+
+
 @functools.cache
 def schema() -> dict[str, dict[str, Key]]:
     """Return every section and key, in the order of Config."""
@@ -194,7 +199,8 @@ def load(
     of_run: bool = False,
     notes: list[str] | None = None,
 ) -> Config:
-    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20").
+    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20"). A file
+    that names no job.dump_folder writes to outputs/NAME, its own name.
 
     gpus: this machine has some, which decides keys of a preset (presets.py). of_run: the file is in a run's folder, and
     may be of an earlier version: its removed keys have no effect. notes: gets a line for each key without an effect,
@@ -217,7 +223,7 @@ def load(
         if unusual := _unwritable(value):
             problems.append(f"{label}: expected text that UTF-8 can encode, without NUL, found {unusual}")
             return None
-        return value
+        return os.path.expanduser(value) if f"{section}.{name}" in PATHS and value.startswith("~") else value
 
     def put(section: str, name: str, value: Any, label: str, *, text: bool = False) -> bool:
         """Take a value, or a flag's text. Return False if there is no such key."""
@@ -237,10 +243,12 @@ def load(
             ignored.append(f"{section}.{name} = {_shown(value)}, of an earlier version, has no effect")
         return bool(key or removed)
 
+    names_folder = any(flag == "job.dump_folder" for flag, _ in overrides)
     for file, section, table in _tables(path, problems):
         if section not in (schema() | REMOVED_SECTIONS) or not isinstance(table, dict):
             problems.append(f"{file}: {_misplaced(section, table)}")
             continue
+        names_folder |= (file, section) == (path.name, "job") and "dump_folder" in table
         for name, value in table.items():
             if not put(section, name, value, f"{file}: [{section}] {name}"):
                 problems.append(f"{file}: {_unknown(section, name)}")
@@ -248,6 +256,8 @@ def load(
         section, _, name = flag.partition(".")
         if not put(section, name, text, f"--{flag}", text=True):
             problems.append(f"--{flag}: {_unknown(section, name)}")
+    if not names_folder:  # a base's folder is that of another experiment
+        values["job"]["dump_folder"] = f"./outputs/{path.stem}"
     if problems:
         raise ConfigError(problems)
     if notes is not None:

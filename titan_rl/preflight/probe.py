@@ -17,15 +17,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from titan_rl.agents.adapters import MAKERS
 from titan_rl.agents.agent_session import OFFERED
-from titan_rl.agents.environment_calls import load_agent
+from titan_rl.agents.environment_calls import load_agent, make_environment, offered_by
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
 from titan_rl.agents.external_python import ExternalPython
-from titan_rl.agents.user_code import keywords_of
+from titan_rl.agents.user_code import asynchronous, call_user, keywords_of
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
 from titan_rl.tasks.reward_shapes import Arguments, component
@@ -35,7 +37,7 @@ from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
-IMPORTING, CALLING = "importing", "calling"
+IMPORTING, CALLING, CONSTRUCTING = "importing", "calling", "constructing"
 CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.probe import answer; answer({folder!r})"
 """The child finds modules where this process does, and nothing else."""
 
@@ -48,7 +50,8 @@ def probe(
     environment: EnvironmentSection | None = None,
 ) -> Iterator[str]:
     """Yield the problem of `name`, if it has one. A reward is imported, and called with the prompt's own answer; an
-    override is imported and must be registered; an environment or an agent is imported as `environment` configures."""
+    override is imported and must be registered; an environment or an agent is imported as `environment` configures, and
+    a user's environment is constructed for the prompt."""
     seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment is not None and environment.python else 1)
     with tempfile.TemporaryDirectory() as folder:
         question, stages, stack = (Path(folder) / file for file in ("question", "stages", "stack"))
@@ -67,8 +70,10 @@ def probe(
             child.wait()
         lines = [json.loads(line) for line in stages.read_text().splitlines()] if stages.exists() else []
         last = lines[-1] if lines else IMPORTING
-        expected = f"{name!r} to be imported" if last == IMPORTING else f"{name!r} to return a number for the first row"
-        if last not in (IMPORTING, CALLING):
+        stages_of = {IMPORTING: "be imported", CALLING: "return a number for the first row"}
+        stages_of[CONSTRUCTING] = "be constructed for the first row"
+        expected = f"{name!r} to {stages_of.get(last, last)}"
+        if last not in stages_of:
             yield from filter(None, [last])
         elif late or (stack.exists() and stack.stat().st_size):
             at = re.search(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
@@ -106,7 +111,17 @@ def problem_of(
     verb = "import"
     try:
         if key in (KEY, AGENT_KEY):
-            _load_rollout_code(key, name, environment or EnvironmentSection())
+            e = environment or EnvironmentSection()
+            make = _load_rollout_code(key, name, e)
+            if (
+                make is not None
+                and prompt is not None
+                and name.partition(":")[0] not in MAKERS
+                and (isinstance(make, type) or not asynchronous(make))
+            ):
+                begin(CONSTRUCTING)
+                verb = "construct"
+                asyncio.run(_construct(make, name, prompt, e.args))
         elif key != "task.reward":
             from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
 
@@ -126,13 +141,25 @@ def problem_of(
     return ""
 
 
-def _load_rollout_code(key: str, name: str, e: EnvironmentSection) -> None:
+def _load_rollout_code(key: str, name: str, e: EnvironmentSection) -> Callable[..., Any] | None:
+    """Import an environment or an agent. Return the maker of an environment of this Python."""
     if e.python:
         asyncio.run(_load_externally(key, name, e))
     elif key == KEY:
-        load_environment(name, e.args)
+        return load_environment(name, e.args)
     else:
         keywords_of(load_agent(name, e.args, key), dict.fromkeys(OFFERED), key)
+    return None
+
+
+async def _construct(make: Callable[..., Any], name: str, prompt: Prompt, args: Mapping[str, Any]) -> None:
+    """Make an environment as a rollout of this prompt would, and close it."""
+    offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
+    environment = await make_environment(make, name, offered, args)
+    if not callable(getattr(environment, "reset", None)):
+        raise TypeError(f"an object without reset(): {type(environment).__name__}")
+    if hasattr(environment, "close"):
+        await call_user(environment.close)
 
 
 async def _load_externally(key: str, name: str, e: EnvironmentSection) -> None:

@@ -86,7 +86,11 @@ def json_schema(arguments: Arguments) -> Verify:
     if "schema" in arguments:
         text = argument(arguments, "schema", str)
         try:
-            fixed = validator(json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")))
+            if not text.lstrip().startswith("{"):
+                if not Path(text).is_file():  # a FIFO would be waited for
+                    raise ValueError(f"no regular file at {text}")
+                text = Path(text).read_text("utf-8")
+            fixed = validator(json.loads(text))
         except (OSError, ValueError, jsonschema.SchemaError) as error:
             first = str(error).splitlines()[0]
             raise ValueError(

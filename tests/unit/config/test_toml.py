@@ -420,3 +420,11 @@ def test_the_page_and_the_hints_agree() -> None:
         for theirs in others:
             found = [KEYS.get(name, "algorithm.kl_coef" if name == "beta" else "") for name in names(theirs)]
             assert found in ([], names(key)), theirs
+
+
+def test_a_file_without_a_folder_writes_to_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('base = "grpo_llama"\n[training]\nsteps = 3\n')
+    assert load(tmp_path / "mine.toml").job.dump_folder == "./outputs/mine"
+    assert load(tmp_path / "mine.toml", [("job.dump_folder", "x")]).job.dump_folder == "x"
+    (tmp_path / "mine.toml").write_text('base = "grpo_llama"\n[job]\ndump_folder = "~/y"\n')
+    assert load(tmp_path / "mine.toml").job.dump_folder == str(Path.home() / "y")

@@ -212,6 +212,24 @@ def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: P
     assert problems(config(tmp_path, f'[job]\nfresh = true\ndump_folder = "{run}"\n{other}')) == []
 
 
+def test_another_experiment_does_not_resume_a_run_unless_asked_to(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    here = f'[job]\ndump_folder = "{run}"\n'
+    (run / "checkpoint" / "step-2").mkdir(parents=True)
+    (run / "checkpoint" / "step-2" / ".metadata").write_text("")
+    (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
+    tuned = "[optimizer]\nlr = 2e-6\n[rollout]\nmax_staleness_steps = 1\n[training]\nsteps = 500\n"
+    assert problems(config(tmp_path, here + tuned)) == []
+    other = '[task]\nreward = "last_number"\n[algorithm]\nname = "rloo"\n'
+    found = problems(config(tmp_path, here + other))
+    assert found[0] == (
+        f'task.reward: expected "exact", as in the run in {run}, found "last_number": choose another job.dump_folder, '
+        "or continue that run with --job.resume_changed"
+    )
+    assert any(line.startswith('algorithm.name: expected "grpo"') for line in found)
+    assert problems(config(tmp_path, f"{here}resume_changed = true\n{other}")) == []
+
+
 def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     here = f'[job]\ndump_folder = "{run}"\n'
@@ -220,6 +238,7 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
         (run / "checkpoint" / step).mkdir(parents=True)
         (run / "checkpoint" / step / ".metadata").write_text("")
     (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
+    here += "resume_changed = true\n"
     (problem,) = problems(config(tmp_path, here + ppo))
     assert problem == (
         f"algorithm.name: expected an algorithm without a critic, as in the run in {run} (or --job.fresh to start from "

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.checked_configs import config
+from titan_rl.preflight import probe
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.describe import environments
 
@@ -121,3 +122,30 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
     assert chat.holds.endswith("; endpoint on loopback, chat")
     elsewhere = environments(config(tmp_path, agent + 'python = "./envs/one"\n'))
     assert "tokens each, in ./envs/one; endpoint" in elsewhere.holds
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "class Env:\n    def __init__(self): raise RuntimeError('no display')",
+            "to construct, found RuntimeError: no",
+        ),
+        (
+            "class Env:\n    def __init__(self): import time; time.sleep(60)",
+            "to be constructed for the first row within 1",
+        ),
+        ("class Env:\n    def __init__(self, level): pass", "to construct, found "),
+        ("class Env:\n    def reset(self): return 'go'\n    def step(self, reply): return '', 1.0, True, {}", ""),
+        ("async def Env(policy): return 1.0", ""),
+    ],
+)
+def test_an_environment_that_cannot_be_constructed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    (tmp_path / "my_environment.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(probe, "PROBE_SECONDS", 1 if "sleep" in source else probe.PROBE_SECONDS)
+    found = problems(config(tmp_path, '[environment]\nname = "my_environment:Env"'))
+    assert bool(found) == bool(message), found
+    assert message in "".join(found)

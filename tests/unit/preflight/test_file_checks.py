@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from support.checked_configs import config, edit, rows
-from titan_rl.preflight.checks import problems
+from titan_rl.preflight.checks import problems, warnings
 
 
 def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
@@ -73,3 +73,12 @@ def test_training_rows_are_checked_if_evaluation_has_the_same_reward(tmp_path: P
     )
     (found,) = problems(config(tmp_path, text))
     assert found == f'task.reward: expected a number in the answer of {train}:2, found "two"'
+
+
+def test_training_rows_as_held_out_rows_and_few_rows_are_warned_of(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    text = f'[task]\nname = "jsonl"\npath = "{rows}"\neval_path = "{tmp_path}/../{tmp_path.name}/rows.jsonl"\n'
+    same, few = warnings(config(tmp_path, text + "[eval]\nsize = 1\n[rollout]\ngroups_per_step = 8"))[:2]
+    assert same.startswith("task.eval_path: expected rows that are not trained on, found the training rows in ")
+    assert few == "task.path: 1 row for the 8 prompts of a step, which then has each several times"

@@ -2,6 +2,7 @@
 names the key or the file. Odd but usable ones are accepted."""
 
 import importlib
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "small.toml").write_text('[hosts]\ndevice = "cpu"\n')
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "nowhere").symlink_to(tmp_path / "no_such")
     (tmp_path / "taken").mkdir()

@@ -87,6 +87,7 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
+    found += task.data_warnings(config)
     if shape := usable_shape(config)[0]:
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
         found += machine.snapshot_warning(config, shape) if gpus.here else ()

@@ -3,11 +3,11 @@
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from titan_rl.config.changes import valued
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import ConfigError, EarlierRun, as_toml, load_of_run
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
@@ -20,12 +20,20 @@ OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "met
 OWN_FILES += ("evaluations.jsonl", "summary.json", "timeline.json", ".lock")
 OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling")
 PATTERN = set("*?[")
+OPERATION = ("reward_workers", "reward_seconds", "reward_memory_mb", "grader", "bad_rows", "eval_path", "eval_reward")
+EXPERIMENT = (
+    *(f"task.{field.name}" for field in fields(TaskSection) if field.name not in OPERATION),
+    *(f"algorithm.{name}" for name in ("name", "advantage", "normalize", "credit", "ratio", "clip", "kl_in")),
+    *("model.hf_assets_path", "environment.name", "environment.args"),
+    *("reward_model.hf_assets_path", "teacher.hf_assets_path"),
+)
+"""Keys with whose values a run is another experiment. Others, such as rates and limits, may change at a resume."""
 
 
 def check_folders(config: Config) -> Iterator[str]:
     name = config.job.dump_folder
-    if not name.strip():
-        yield f"job.dump_folder: expected the name of a folder, found {as_toml(name)}"
+    if not name.strip() or "://" in name or Path(name).absolute() == Path("/"):
+        yield f"job.dump_folder: expected the name of a folder on this machine, found {as_toml(name)}"
         return
     try:
         folder = Path(name).absolute()
@@ -89,8 +97,15 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
     if not config.checkpoint.enable:
         yield problem(config, "checkpoint.enable", f"true, {hint}")
+    if not config.job.resume_changed:
+        for key in EXPERIMENT:
+            if (was := valued(before, key)) != (now := valued(config, key)):
+                yield (
+                    f"{key}: expected {as_toml(was)}, as in the run in {folder}, found {as_toml(now)}: choose another "
+                    "job.dump_folder, or continue that run with --job.resume_changed"
+                )
     sums = config.task.name == before.task.name != "jsonl"  # eval.size decides which of them are training examples
-    for key in ("debug.seed", "task.name", *(["eval.size"] if sums else [])):
+    for key in ("debug.seed", *(["task.name"] if config.job.resume_changed else []), *(["eval.size"] if sums else [])):
         if (was := valued(before, key)) != valued(config, key):
             yield problem(config, key, f"{as_toml(was)}, {hint}")
     if shape is not None and replace(had, head=shape.head) != shape:

@@ -26,6 +26,8 @@ def check_hosts(config: Config, gpus: int) -> Iterator[str]:
     """`gpus`: of one host, or of this machine, which `processes` share."""
     if config.fault.min_trainers > (rows := config.parallelism.dp):
         yield problem(config, "fault.min_trainers", f"at most {rows}, the trainer's dp rows")
+    if config.fault.min_replicas > (replicas := config.generator.replicas):
+        yield problem(config, "fault.min_replicas", f"at most generator.replicas = {replicas}")
     unusable = [*_check_kind(config), *_check_roles(config)]
     yield from unusable
     if unusable or config.hosts.number == 1:
@@ -58,6 +60,8 @@ def _check_addresses(hosts: HostsSection) -> Iterator[str]:
         yield f'hosts.isolation: expected "auto" or "off" with hosts.kind = "{hosts.kind}", found "require"'
     if hosts.addresses and hosts.count not in (0, len(hosts.addresses)):
         yield from missing_addresses(hosts)
+    if not hosts.addresses and not hosts.count:
+        yield "hosts.addresses: expected some, or hosts.count for the plan of a dry run, found none"
     if len(set(hosts.addresses)) < len(hosts.addresses):
         yield f"hosts.addresses: expected each address once, found {as_toml(hosts.addresses)}"
     try:

@@ -24,7 +24,7 @@ from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, last_number
-from titan_rl.tasks.row_files import EXPECTED
+from titan_rl.tasks.row_files import EXPECTED, row_files
 from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
 from titan_rl.tasks.verifiers import TAKES, VERIFIERS
 from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
@@ -100,6 +100,25 @@ def _procedural_problems(config: Config) -> Iterator[str]:
 def _procedural(config: Config) -> tuple[Rows, Rows]:
     train, heldout = procedural.procedural(config.task, derive(config.debug.seed, "task"), config.eval.size)
     return (train[:1], []), (heldout, [])
+
+
+def data_warnings(config: Config) -> Iterator[str]:
+    """Yield what makes evaluations or steps mean less than they seem to."""
+    task = config.task
+    if task.name != "jsonl":
+        return
+    with suppress(OSError, ValueError, BadRows):
+        train = {file.path.resolve() for source in data_sources(task) for file in row_files(source.path, "task.path")}
+        held_out = row_files(task.eval_path, "task.eval_path") if config.eval.size and task.eval_path else ()
+        if both := sorted(str(file.path) for file in held_out if file.path.resolve() in train):
+            yield f"task.eval_path: expected rows that are not trained on, found the training rows in {both[0]}"
+        step = config.rollout.groups_per_step
+        count = sum(
+            len(read_source(source, pairs=config.algorithm.kind in PAIRS).examples) for source in data_sources(task)
+        )
+        if config.algorithm.kind == "rl" and 0 < count < step:
+            rows = f"{count} row{'s' * (count > 1)}"
+            yield f"task.path: {rows} for the {step} prompts of a step, which then has each several times"
 
 
 def _files(config: Config) -> tuple[Rows, Rows]:
