@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from titan_rl.chaos import controller_faults as controller
 from titan_rl.chaos.outcome import Outcome, check_not_replaced, continued, replaced
 from titan_rl.chaos.schedule import Fault, Kind, role_of
@@ -30,6 +32,8 @@ async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: Out
     how: dict[Kind, Callable[[], Awaitable[None]]] = {
         "kill": lambda: _send_signal(signal.SIGKILL, run, outcome),
         "stop": lambda: _send_signal(signal.SIGSTOP, run, outcome),
+        "pair": lambda: _kill_pair(run, outcome),
+        "server": lambda: _harm_fork_server(run, outcome),
         "slow": lambda: _slow_down(run, outcome, hang_seconds),
         "error": lambda: _order_fault(run, outcome, fault.point, FaultOrder("raise")),
         "drop": lambda: _order_fault(run, outcome, "read", FaultOrder("wait", FOREVER)),
@@ -49,6 +53,29 @@ async def _send_signal(number: signal.Signals, run: ChaosRun, outcome: Outcome) 
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
     os.kill(pid, number)
+    await replaced(run, outcome, pid)
+
+
+async def _kill_pair(run: ChaosRun, outcome: Outcome) -> None:
+    """Kill the victim and a generator rank: no replica may serve when the trainers are back."""
+    pid = run.ranks[outcome.fault.victim]
+    outcome.injected = time.time()
+    for victim in (pid, next(pid for rank, pid in run.ranks.items() if role_of(rank) == "generator")):
+        os.kill(victim, signal.SIGKILL)
+    await replaced(run, outcome, pid)
+
+
+async def _harm_fork_server(run: ChaosRun, outcome: Outcome) -> None:
+    """Kill the process that forked the victim, or stop it and kill the victim."""
+    pid = run.ranks[outcome.fault.victim]
+    server = psutil.Process(pid).parent()
+    outcome.injected = time.time()
+    if server is not None and any(part.endswith("fork_server.py") for part in server.cmdline()):
+        server.send_signal(signal.SIGSTOP if outcome.fault.point == "stop" else signal.SIGKILL)
+    else:
+        outcome.note = "the rank had started cold, and was killed itself"
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     await replaced(run, outcome, pid)
 
 

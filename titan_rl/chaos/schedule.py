@@ -8,12 +8,28 @@ from typing import Literal, get_args
 from titan_rl.wire.seeds import derive
 
 Kind = Literal[
-    "kill", "stop", "slow", "error", "drop", "corrupt", "disk", "poison", "crash", "freeze", "preempt", "full", "second"
+    "kill",
+    "stop",
+    "pair",
+    "server",
+    "slow",
+    "error",
+    "drop",
+    "corrupt",
+    "disk",
+    "poison",
+    "crash",
+    "freeze",
+    "preempt",
+    "full",
+    "second",
 ]
 
 DOCS: dict[Kind, str] = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP without SIGCONT",
+    "pair": "SIGKILL of a trainer rank and of a generator rank at the same moment",
+    "server": "the fork server of a rank is killed, and its ranks with it; or it is stopped, and the rank is killed",
     "slow": "bursts of SIGSTOP and SIGCONT, too short to count as a hang: no process may be replaced",
     "error": "an exception in one of the rank's endpoints",
     "drop": "a generator's read of the weights never returns",
@@ -33,7 +49,13 @@ KINDS = get_args(Kind)
 CONTROLLER = "controller"  # a victim like the ranks, but it replaces them
 ENDING: tuple[Kind, ...] = ("crash", "preempt", "full")  # the run ends, and is started again
 VICTIMS: dict[Kind, tuple[str, ...]] = {
-    **{"drop": ("generator",), "corrupt": ("generator", "trainer"), "disk": ("trainer", "critic")},
+    **{
+        "pair": ("trainer",),
+        "server": ("generator", "trainer"),
+        "drop": ("generator",),
+        "corrupt": ("generator", "trainer"),
+        "disk": ("trainer", "critic"),
+    },
     **{"poison": ("generator",), "freeze": (CONTROLLER,), "second": (CONTROLLER,)},
     **dict.fromkeys(ENDING, (CONTROLLER,)),
 }
@@ -45,6 +67,7 @@ POINTS = {
     "environment": ("begin", "take"),
 }
 TARGETS = ("controller", "group", "all")  # processes that a preemption signals
+SIGNALS = ("kill", "stop")  # for a fork server
 FROZEN_POINTS = ("scores",)
 """Failpoints at which an exception may be raised. Saving a checkpoint is none: "disk" is its fault."""
 FIRST, LAST = 0.05, 0.85  # share of the steps: the run must recover from the last fault before it ends
@@ -57,7 +80,7 @@ class Fault:
     victim: str  # "trainer[dp=1 tp=0]"
     step: int  # earliest step
     delay: float  # seconds, within the step
-    point: str = ""  # failpoint of an error, target of a preemption
+    point: str = ""  # failpoint of an error, target of a preemption, signal for a fork server
 
     @property
     def role(self) -> str:
@@ -86,7 +109,9 @@ def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind
         (kind, role)
         for kind in KINDS
         for role in [*roles, CONTROLLER]
-        if role in VICTIMS.get(kind, roles) and not (kind == "poison" and sharded)
+        if role in VICTIMS.get(kind, roles)
+        and not (kind == "poison" and sharded)
+        and not (kind == "pair" and "generator" not in roles)
     ]
     return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
 
@@ -121,6 +146,6 @@ def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Co
         kind, role = undrawn.pop()
         victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role) or [CONTROLLER])
         point = rng.choice(POINTS.get(role, FROZEN_POINTS)) if kind == "error" else ""
-        point = rng.choice(TARGETS) if kind == "preempt" else point
+        point = rng.choice({"preempt": TARGETS, "server": SIGNALS}[kind]) if kind in ("preempt", "server") else point
         drawn.append(Fault(kind, victim, step, rng.uniform(0, DELAY_SECONDS), point))
     return drawn
