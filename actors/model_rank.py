@@ -14,7 +14,6 @@ from monarch.actor import Actor, endpoint
 from titan_rl.actors import meeting
 from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
 from titan_rl.actors.imports import compile_deferred, without_gc
-from titan_rl.actors.sync.staging import SLICE_BYTES
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.wire.gpus import PLANNED
@@ -133,7 +132,6 @@ class ModelRank(Actor):
             {model.names[name]: p for name, p in model.model.named_parameters()},
             copies,
             getattr(torch, model.config.generator.dtype),
-            slice_bytes=SLICE_BYTES,
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
         )

@@ -37,7 +37,7 @@ class Staging:
         copies: Mapping[int, tuple[Copy, ...]],
         dtype: torch.dtype,
         *,
-        slice_bytes: int,
+        slice_bytes: int = SLICE_BYTES,
         block_bytes: int,
         checksums: bool = True,
     ) -> None:

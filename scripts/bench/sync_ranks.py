@@ -21,7 +21,7 @@ from bench.sharded import shards
 from bench.sync_plan import random_params
 from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing
-from titan_rl.actors.sync.staging import SLICE_BYTES, Staging
+from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import pack, window
@@ -105,7 +105,6 @@ class TrainerRank(Rank):
             self.params,
             copies,
             torch.bfloat16,
-            slice_bytes=SLICE_BYTES,
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
         )
