@@ -193,7 +193,8 @@ def test_steps_without_a_finite_gradient_are_rolled_back_and_change_no_weight(ru
     assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
     # The weights are good: another reward continues from the checkpoint, and its log-probs are the generator's.
     dense = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
-    resumed = runs.finish(run.folder, **keys | {"training__steps": lines[-1]["step"] + 1}, **dense)
+    keys |= {"training__steps": lines[-1]["step"] + 1, "job__resume_changed": True}
+    resumed = runs.finish(run.folder, **keys, **dense)
     assert resumed.lines("metrics.jsonl")[-1]["logprob_gap/mean"] <= 1e-5
 
 
