@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 def audit_ledger(run: Path) -> int:
     """Print that the run's files agree, or their problems."""
     with frozen(run) as (folder, note):
-        problems, checked = audit(folder)
+        problems, checked = audit(folder, active=bool(note))
     if note:
         print(note)
     for problem in problems[:SHOWN]:

@@ -1,5 +1,7 @@
 """Notes of a resume on a folder that lost something since the run wrote it."""
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from support.running import WHOLE, RunFiles, Runs
 from titan_rl.config.toml import load
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.missing_records import missing_records
 from titan_rl.record.run_folder import Resume, sound_resume
 
@@ -71,6 +74,46 @@ def test_what_a_folder_lost_is_named_before_anything_is_trained(
     assert resume.rl == resumes_at
     notes += missing_records(folder, config, resume)
     assert any(note in each for each in notes), notes
+
+
+def evaluations(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        path = folder / "evaluations.jsonl"
+        path.write_text("".join(change(line) for line in path.read_text().splitlines(keepends=True)))
+
+    return forge
+
+
+def summary(**values: float) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        path = folder / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return forge
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (remove("evaluations.jsonl"), "evaluations.jsonl has no evaluation of step 8"),
+        (evaluations(lambda line: line.replace("[0.0]", "[1.0]")), "evaluations.jsonl: step 8 has the score 1, "),
+        (
+            evaluations(lambda line: line.replace('"step":6', '"step":5')),
+            "an evaluation of step 5, which metrics.jsonl",
+        ),
+        (summary(final_eval=1.0), "summary.json: final_eval is 1.0, "),
+        (summary(steps=3), "summary.json: 3 steps, the ledger has 8"),
+        (remove("checkpoint/step-8"), "the ledger saved step 8, of which checkpoint has no whole checkpoint"),
+        (lambda folder: os.truncate(folder / "checkpoint/step-8/__0_0.distcp", 9), "step-8: __0_0.distcp: expected"),
+    ],
+)
+def test_the_audit_names_forged_scores_and_lost_checkpoints(
+    whole: RunFiles, tmp_path: Path, change: Callable[[Path], object], finding: str
+) -> None:
+    folder = shutil.copytree(whole.folder, tmp_path / "run")
+    assert audit(folder)[0] == []
+    change(folder)
+    assert any(finding in problem for problem in audit(folder)[0]), audit(folder)[0]
 
 
 def test_the_plan_of_a_resumed_run_has_the_note(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:

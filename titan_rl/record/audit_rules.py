@@ -5,16 +5,19 @@ Other code than the ledger's writes rollouts.jsonl, metrics.jsonl and the checkp
 also of malformed files.
 """
 
+import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from math import fsum
 from pathlib import Path
 from typing import Any
 
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.ledger import NAME, digest, read_checksum
-from titan_rl.record.lines import fields, invalid, objects
+from titan_rl.record.lines import fields, invalid, is_text, objects
+from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.run_history import METRIC, METRICS, ROLLOUTS, History, PromptHistory
 from titan_rl.wire.checkpoint_sums import FOLDER
 
@@ -25,16 +28,21 @@ ROLLOUT = fields(
     reward=lambda value: value is None or type(value) in (int, float),
 )
 TURN = fields("turn branch read sampled")
+EVALUATIONS, SUMMARY, HELD_OUT = "evaluations.jsonl", "summary.json", "heldout"
+EVALUATION = fields("step", kind=is_text, set=is_text, rewards=lambda value: isinstance(value, dict))
 
 
-def audit(folder: Path) -> tuple[list[str], str]:
-    """Return all problems of a run, and one line that counts the checked prompts and steps."""
+def audit(folder: Path, *, active: bool = False) -> tuple[list[str], str]:
+    """Return all problems of a run, and one line that counts the checked prompts and steps. A copy of an `active` run's
+    files has no checkpoints and no evaluations."""
     try:
         history = History.of(folder)
     except OSError as error:
         return [f"{NAME}: {error.strerror or error}"], ""
     problems = list[str]()
     for rule in RULES:
+        if active and rule in (checkpoints_saved, scores_agree):
+            continue
         try:
             problems += rule(history)
         except OSError as error:
@@ -63,7 +71,7 @@ def config_valid(history: History) -> Iterator[str]:
 
 def nothing_lost(history: History) -> Iterator[str]:
     """Once the run is finished, all prompts that the source gave are trained on or dropped."""
-    if not history.starts or history.last < history.start.bounds["training.steps"]:
+    if not history.finished:
         return
     for id, prompt in history.prompts.items():
         if not prompt.final and not prompt.undone:
@@ -214,14 +222,61 @@ def _checksum_problems(history: History, name: str, which: int, checksums: Mappi
 
 
 def checkpoints_saved(history: History) -> Iterator[str]:
-    """The ledger has saved each checkpoint that is whole. Old ones may be gone."""
+    """The ledger has saved each checkpoint that is whole, none is damaged, and the newest is there. Old ones may be
+    gone."""
     if history.config is None:
         return
-    for step in Checkpoints.of(history.folder, history.config).whole_steps():
+    checkpoints = Checkpoints.of(history.folder, history.config)
+    whole = checkpoints.whole_steps()
+    for step in whole:
         if step not in history.saved:
             yield f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}"
+        elif damaged := checkpoints.damage(step):
+            yield damaged.removeprefix(f"{history.folder}/")
+    newest = max((step for step, trained in history.steps.items() if trained.saved), default=0)
+    ended = history.last > newest or history.finished  # else a kill may have come before the checkpoint was whole
+    if newest and ended and newest not in whole:
+        yield f"the ledger saved step {newest}, of which {FOLDER} has no whole checkpoint"
+
+
+def scores_agree(history: History) -> Iterator[str]:
+    """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
+    scores = {
+        line["step"]: line[EVAL_SCORE]
+        for _, _, line in objects(history.folder / METRICS, METRIC)
+        if isinstance(line, dict) and line["kind"] in ("rl", "eval") and isinstance(line.get(EVAL_SCORE), float)
+    }
+    measured = dict[int, float]()
+    if (history.folder / EVALUATIONS).exists():
+        for at, _, line in objects(history.folder / EVALUATIONS, EVALUATION):
+            if isinstance(line, str):
+                yield line
+            elif line["kind"] == "eval" and line["set"] == HELD_OUT:
+                rewards = [reward or 0.0 for answers in line["rewards"].values() for reward in answers]
+                measured[line["step"]] = fsum(rewards) / max(1, len(rewards))
+                if line["step"] not in scores and history.written(line["step"]):
+                    yield f"{at}: an evaluation of step {line['step']}, which {METRICS} does not have"
+    for step, score in scores.items():
+        if step > 0 and not history.written(step):
+            continue
+        if step not in measured:
+            yield f"{EVALUATIONS} has no evaluation of step {step}, whose score is {score:g} in {METRICS}"
+        elif abs(measured[step] - score) > 1e-6:
+            yield f"{EVALUATIONS}: step {step} has the score {measured[step]:g}, {score:g} in {METRICS}"
+    if not history.finished or not (history.folder / SUMMARY).is_file():
+        return
+    try:
+        summary = json.loads((history.folder / SUMMARY).read_bytes())
+        steps, final = summary["steps"], summary.get("final_eval")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield f"{SUMMARY}: {type(error).__name__}: {error}"
+        return
+    if steps != history.last:
+        yield f"{SUMMARY}: {steps} steps, the ledger has {history.last}"
+    if scores and final is not None and final != (score := scores[max(scores)]):
+        yield f"{SUMMARY}: final_eval is {final}, {score:g} in {METRICS}"
 
 
 Rule = Callable[[History], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
-RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, checkpoints_saved)
+RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, checkpoints_saved, scores_agree)

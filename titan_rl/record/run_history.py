@@ -135,6 +135,11 @@ class History:
     def start(self) -> Start:
         return self.starts[-1] if self.starts else Start()
 
+    @property
+    def finished(self) -> bool:
+        """True if the run has made all of its steps."""
+        return bool(self.starts) and self.last >= self.start.bounds["training.steps"]
+
     def written(self, step: int) -> bool:
         """Return True if the ledger proves that the other files have the step: a process can end between the two."""
         trained = self.steps.get(step)

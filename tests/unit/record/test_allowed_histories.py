@@ -145,9 +145,10 @@ def test_a_run_that_starts_over_in_its_folder(run: WrittenRun) -> None:
     assert "by 1 restarts" in clean(run)
 
 
-def test_a_run_without_its_checkpoints(run: WrittenRun) -> None:
+def test_a_run_without_its_old_checkpoints(run: WrittenRun) -> None:
     run.life(config())
-    shutil.rmtree(run.folder / "checkpoint")
+    for step in run.whole_steps()[:-1]:
+        shutil.rmtree(run.folder / "checkpoint" / f"step-{step}")
     (run.folder / "summary.json").unlink()
     clean(run)
 

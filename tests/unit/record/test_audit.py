@@ -1,6 +1,7 @@
 """The audit names a lost, repeated or stale rollout, and a damaged or missing file of a finished run: 8 steps with 2
 prompts of 2 samples each. Each case changes one thing."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -211,8 +212,31 @@ def another_checkpoint(folder: Path) -> None:
     shutil.copytree(folder / "checkpoint" / "step-8", folder / "checkpoint" / "step-9")
 
 
+def fifo(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
 FILES: dict[str, tuple[Change, str]] = {
     "a checkpoint that was never saved": (another_checkpoint, "checkpoint/step-9 is whole, but the ledger never saved"),
+    "no checkpoint": (lambda folder: shutil.rmtree(folder / "checkpoint"), "the ledger saved step 8, of which"),
+    "not the newest checkpoint": (
+        lambda folder: shutil.rmtree(folder / "checkpoint/step-8"),
+        "the ledger saved step 8",
+    ),
+    "half of a checkpoint": (
+        lambda folder: (folder / "checkpoint/step-8/.metadata").unlink(),
+        "the ledger saved step 8",
+    ),
+    "a summary of fewer steps": (
+        raw("summary.json", lambda _: b'{"steps": 3}'),
+        "summary.json: 3 steps, the ledger has 8",
+    ),
+    "a summary that is none": (raw("summary.json", lambda _: b"[]"), "summary.json: TypeError"),
+    **{f"{name}: a FIFO": (fifo(name), f"{name}: ") for name in (NAME, "metrics.jsonl", "rollouts.jsonl")},
     **{
         f"{name}: {what}": (raw(name, third(line)), f"{name}, line 3: expected")
         for name in (NAME, "metrics.jsonl", "rollouts.jsonl")
