@@ -1,6 +1,7 @@
 """Describes a run's plan: what --dry-run prints, and what every run prints first."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from typing import Literal
 
@@ -51,6 +52,9 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     facts.append(("run", str(setup.folder)))
+    too_large: list[str] = []
+    if config.checkpoint.enable:
+        facts.append(("disk", disk(setup, too_large)))
     ignored: list[str] = []
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
@@ -64,9 +68,23 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         placed = place(config, slots)
         hosts = host_rows(config, placed, slots)
         facts.append(("lost host", after_loss(config, placed, slots)))
-    remarks = [*warnings, *setup.dropped, *setup.resume_notes, *ignored]
+    remarks = [*warnings, *too_large, *setup.dropped, *setup.resume_notes, *ignored]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
+
+
+def disk(setup: Setup, too_large: list[str]) -> str:
+    """Describe the room that checkpoints take. `too_large` gets a line if the disk has less."""
+    keep, one = setup.config.checkpoint.keep_latest_k, setup.checkpoint_bytes
+    there = next(path for path in (setup.folder.absolute(), *setup.folder.absolute().parents) if path.is_dir())
+    free, most = shutil.disk_usage(there).free, (keep + 1) * one
+    if free < (most if keep else one):
+        too_large.append(
+            f"checkpoint.keep_latest_k: {keep or 'all'} checkpoints of {size(one)}, and one that is written, take "
+            f"{size(most)} in {there}, which has {size(free)} free"
+        )
+    kept = f"{keep} kept and one written: {size(most)}" if keep else "all kept"
+    return f"{size(one)} per checkpoint, {kept}; {size(free)} free"
 
 
 def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:

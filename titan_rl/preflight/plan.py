@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
-from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.memory import on_cpu, on_gpus
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
@@ -28,6 +28,7 @@ from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive, shuffled
+from titan_rl.wire.snapshot import TENSORS
 from titan_rl.wire.types import Sampling
 
 
@@ -67,6 +68,12 @@ class Setup:
     @property
     def policy(self) -> Policy:
         return Policy(self.shape, self.model_folder, self.tokenizer, self.sampling)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint of all trained models: each parameter's value, and Adam's two moments."""
+        models = 1 + self.config.algorithm.needs_critic
+        return models * TENSORS * self.shape.parameters * BYTES[self.config.training.dtype]
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,10 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 """
 
 import asyncio
+import errno
 import json
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -162,6 +165,7 @@ class Learner:
                 if step == self._begun and step in self._checkpoints.whole_steps():
                     return True  # it was written in the background
                 self._begun = step
+                self._check_room()
                 for mesh in self._saved_meshes:
                     await mesh.save(step, controller if mesh is self._meshes.trainers else "{}", on_disk=on_disk)
         except RankFailed as error:
@@ -185,6 +189,13 @@ class Learner:
         self.failed_saves = 0
         await self._purge(step)
         return True
+
+    def _check_room(self) -> None:
+        """Raise before a checkpoint is begun that the disk has no room for: torch's writer hides the reason."""
+        folder, needed = self._setup.folder, self._setup.checkpoint_bytes
+        if (free := shutil.disk_usage(folder).free) < needed:
+            why = f"{os.strerror(errno.ENOSPC)}: a checkpoint takes about {needed:,} bytes"
+            raise RankFailed(f"{folder} has {free:,} bytes free", why, kind="OSError")
 
     @property
     def _saved_meshes(self) -> list[ModelMesh]:

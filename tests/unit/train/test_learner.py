@@ -32,7 +32,11 @@ def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = Non
     run: Any = SimpleNamespace(
         config=config,
         setup=SimpleNamespace(
-            config=config, resolved=resolved(config, "cpu"), folder=folder, tokenizer=SimpleNamespace(pad=0)
+            config=config,
+            resolved=resolved(config, "cpu"),
+            folder=folder,
+            tokenizer=SimpleNamespace(pad=0),
+            checkpoint_bytes=0,
         ),
         meshes=SimpleNamespace(
             trainers=trainers,
@@ -185,6 +189,17 @@ async def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) ->
     assert re.fullmatch(f"the checkpoint of step 2: {where} {full}", str(error.value))
     assert "Traceback" not in error.value.details
     assert re.search(r"step 1 failed, and is tried again .* No space left on device \([\d,]+ bytes free\)$", notes[0])
+
+
+async def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> None:
+    policy = Mesh(tmp_path / "checkpoint")
+    learns, notes = learner_of(tmp_path, on_device(Config(), "cpu"), policy)
+    learns._setup.checkpoint_bytes = 1 << 60  # type: ignore[misc]
+    assert not await learns.save(1, "{}")
+    assert on_disk(tmp_path / "checkpoint") == []
+    assert re.search(
+        r"bytes free: No space left on device: a checkpoint takes about 1,152,921,504,606,846,976", notes[0]
+    )
 
 
 def test_a_step_without_the_critics_half_is_not_resumed_from(tmp_path: Path) -> None:
