@@ -121,7 +121,6 @@ async def roles(
     host = this_host()
     shape = shape_of(TINY)
     role: dict[str, Any] = {
-        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
     }

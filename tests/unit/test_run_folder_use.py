@@ -109,7 +109,7 @@ def test_an_empty_name_is_refused_before_anything_is_looked_at(
             with pytest.raises(SystemExit) as stop:
                 start("--job.dump_folder=", *flags, dry=dry)
             assert stop.value.code == 2
-            assert 'job.dump_folder: expected the name of a folder, found ""' in capsys.readouterr().err
+            assert 'job.dump_folder: expected the name of a folder on this machine, found ""' in capsys.readouterr().err
     assert not begun
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
 
