@@ -25,6 +25,12 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the same everywhere
 
 
+def test_a_renamed_key_is_read_with_a_note() -> None:
+    run = checked_run(["--config", "grpo_llama", "--rollout.lag", "2"])
+    assert run.config.rollout.max_staleness_steps == 2
+    assert "--rollout.lag: its name is now rollout.max_staleness_steps = 2" in run.warnings
+
+
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     with pytest.raises(SystemExit) as left:
         checked_run(argv)

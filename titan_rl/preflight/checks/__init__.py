@@ -26,7 +26,7 @@ def checked_run(argv: Sequence[str]) -> Invocation:
     refused, warned = judged(run)
     if refused:
         refuse(run.given_name, refused)
-    return replace(run, warnings=tuple(warned))
+    return replace(run, warnings=(*run.warnings, *warned))
 
 
 def judged(run: Invocation) -> tuple[list[str], list[str]]:
