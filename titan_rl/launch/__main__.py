@@ -109,7 +109,8 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     config = replace(invocation.config, hosts=replace(invocation.config.hosts, **where))
     own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # the stand-ins'
     scaled = [line for line in invocation.scaled if not line.startswith(own)]
-    return replace(invocation, config=config, warnings=(*invocation.warnings, *warned, *elsewhere), scaled=tuple(scaled))
+    warnings = (*invocation.warnings, *warned, *elsewhere)
+    return replace(invocation, config=config, warnings=warnings, scaled=tuple(scaled))
 
 
 def wanted_hosts(arguments: Arguments, config: str) -> HostsSection:
