@@ -3,7 +3,7 @@
 They are played as in a run: the same processes, limits, tokens and masks. The policy answers at random: with tokens,
 words of its context, numbers, and calls of the offered tools. The same seed gives the same rollouts.
 
-Exit codes: 0 played, 1 a rollout failed, 2 bad usage, 130 stopped.
+Exit codes: 0 played, 1 a rollout failed or had no room for a turn, 2 bad usage, 130 stopped.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
 
     async def work() -> int:
         rehearsals.append(await rehearse(setup, terminal, options.rollouts, scratch))
-        return FAILED if any(rollout.error for rollout in rehearsals[0].rollouts) else DONE
+        return FAILED if any(rollout.error or not rollout.turns for rollout in rehearsals[0].rollouts) else DONE
 
     code = drive(work, terminal)
     if rehearsals:
@@ -292,6 +292,16 @@ def wrong(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
     rollouts = rehearsal.rollouts
     for error, count in Counter(rollout.error for rollout in rollouts if rollout.error).items():
         yield f"{count} of {len(rollouts)} rollouts failed: {error}"
+    for status, count in Counter(
+        rollout.status for rollout in rollouts if not (rollout.error or rollout.turns)
+    ).items():
+        room = f"training.seq_len = {setup.config.training.seq_len}"
+        if setup.config.generator.max_model_len:
+            room += f" and generator.max_model_len = {setup.config.generator.max_model_len}"
+        yield (
+            f"{count} of {len(rollouts)} rollouts ended as {status} before the policy was asked: the prompt, with its "
+            f"tools and first observation, leaves no room in {room}"
+        )
     if rehearsal.sessions is not None and rehearsal.sessions < (wanted := min(len(rollouts), 1 << 16)):
         yield f"environment.concurrency: its server takes {rehearsal.sessions} sessions, {wanted} rollouts were played"
     lost, read = unknown(setup, rehearsal)

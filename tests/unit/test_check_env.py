@@ -121,6 +121,16 @@ def test_what_is_wrong_is_said_once_each(text: TextTokenizer) -> None:
     assert table(played).row_count == 4
 
 
+def test_a_prompt_that_leaves_no_room_for_a_turn_is_named(text: TextTokenizer) -> None:
+    config = config_of(parser().parse_args(["hunt"]), [("training.seq_len", "64")])
+    setup: Any = SimpleNamespace(config=config, tokenizer=text)
+    full = Rollout([], "", float("nan"), status="context_overflow")
+    assert list(facts(setup, Rehearsal([full, rollout()], 1.0, True, None)))[-1] == (
+        "wrong: 1 of 2 rollouts ended as context_overflow before the policy was asked: the prompt, with its tools and "
+        "first observation, leaves no room in training.seq_len = 64"
+    )
+
+
 def test_that_the_task_judges_is_no_fault_of_an_environment(text: TextTokenizer) -> None:
     config = config_of(parser().parse_args(["hunt"]), [("task.reward", "last_number")])
     setup: Any = SimpleNamespace(config=config, tokenizer=text)
