@@ -38,7 +38,7 @@ from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
-from titan_rl.tasks.prompts import SAMPLES, PromptSource
+from titan_rl.tasks.prompts import SAMPLES, PromptSource, supervised
 from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
 from titan_rl.train.held_out import HeldOut
@@ -250,7 +250,10 @@ class Controller:
         return list(islice(good, count))
 
     def samples(self, prompts: Sequence[Prompt], kind: str) -> list[Sample]:
-        return [sample for prompt in prompts for sample in SAMPLES[kind](prompt, self.setup.tokenizer)]
+        tokenizer = self.setup.tokenizer
+        if kind == "supervised":
+            return [sample for prompt in prompts for sample in supervised(prompt, tokenizer, self.setup.task.tools)]
+        return [sample for prompt in prompts for sample in SAMPLES[kind](prompt, tokenizer)]
 
     # -- shared by the phases -------------------------------------------------------------------------------------
 

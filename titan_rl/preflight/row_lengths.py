@@ -12,7 +12,7 @@ from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
-from titan_rl.tasks.prompts import demonstrated
+from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -107,7 +107,7 @@ def lengths(
 
 def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
     try:
-        sample = demonstrated(task.prompt(example, 0, tokenizer), tokenizer)
+        (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.tools)
     except Exception as error:
         return _refused(example, "a demonstration", error)
     return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)

@@ -8,7 +8,8 @@ flight.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
+
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of the tools that an environment offers."""
 
 
 class PromptSource:
@@ -122,11 +126,13 @@ class PromptSource:
             self._curriculum.load_state_dict(state["curriculum"])
 
 
-def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
+def supervised(prompt: Prompt, tokenizer: TextTokenizer, tools: Tools = ()) -> list[Sample]:
     """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
     turns, the policy's texts are trained on, and never the messages that it reads."""
+    if tools and prompt.messages:
+        prompt = replace(prompt, tokens=tokenizer.chat.prompt(prompt.messages, tools))
     if prompt.demonstration:
-        return [demonstrated(prompt, tokenizer)]
+        return [demonstrated(prompt, tokenizer, tools)]
     return [_answered(prompt, prompt.answer, tokenizer)]
 
 
@@ -147,8 +153,8 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
 
 
-def demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
-    """Return a demonstration as a rollout would have it. It ends before what the chat template cannot append."""
+def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Tools = ()) -> Sample:
+    """Return a demonstration as a rollout would have it. It ends before messages that the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for text, observation in prompt.demonstration:
         sampled = [*tokenizer.encode(text), tokenizer.eos]
@@ -158,7 +164,7 @@ def demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
             continue
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if prompt.messages:
-            read = tokenizer.chat.extend(tokens, messages)
+            read = tokenizer.chat.extend(tokens, messages, tools or None)
         else:
             read = tokenizer.encode("".join(message["content"] for message in messages))
         if read is None:

@@ -55,6 +55,7 @@ class Task:
     bad_rows: int = 0  # that task.bad_rows left out
     curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
     parts: Sequence[TaskPart] = ()  # the training examples' sources, in order, if there are several
+    tools: Sequence[Mapping[str, Any]] = ()  # the environment's, for the prompts of supervised steps
 
     @property
     def endless(self) -> bool:

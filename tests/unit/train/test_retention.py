@@ -149,7 +149,9 @@ class RunOnDisk:
         critic = self.meshes[0] if len(self.meshes) == 2 else None
         run: Any = SimpleNamespace(
             config=self.config,
-            setup=SimpleNamespace(config=self.config, resolved=resolved(self.config, "cpu"), folder=self.folder),
+            setup=SimpleNamespace(
+                checkpoint_bytes=0, config=self.config, resolved=resolved(self.config, "cpu"), folder=self.folder
+            ),
             meshes=SimpleNamespace(trainers=self.meshes[-1], critic=critic),
             clock=Clock(),
             snapshots=None,

@@ -3,20 +3,19 @@
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from titan_rl.agents.games import GAMES
 from titan_rl.agents.openenv import sessions_open
-from titan_rl.config.data_sources import data_sources
 from titan_rl.config.eval_sets import EvalSet, eval_sets, problems_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_callable, rewards_of, rewards_of_sets, unnumbered
 from titan_rl.preflight.memory import in_flight
+from titan_rl.preflight.offered_tools import first_prompt
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
@@ -26,7 +25,7 @@ from titan_rl.sandbox import cgroup
 from titan_rl.sandbox.local import missing
 from titan_rl.sandbox.requirements import too_weak
 from titan_rl.tasks import procedural
-from titan_rl.tasks.examples import BadRows, Example, read_source
+from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.row_files import EXPECTED
@@ -52,7 +51,7 @@ def check_environment(config: Config) -> Iterator[str]:
         if task.name != e.name:
             yield wrong("task.name", f'"{e.name}" for environment.name = "{e.name}"')
     elif e.name:
-        unusable = list(probe(e.name, _first_prompt(config), key="environment.name", environment=e))
+        unusable = list(probe(e.name, first_prompt(config), key="environment.name", environment=e))
         yield from unusable
         yield from _check_server(config, usable=not unusable)
     if e.turn_seconds > e.rollout_seconds:
@@ -67,18 +66,6 @@ def check_environment(config: Config) -> Iterator[str]:
         if config.training.seq_len < least:
             longest = f"the longest demonstration of {task.name} with its prompt"
             yield wrong("training.seq_len", f"at least {least}, {longest}")
-
-
-def _first_prompt(config: Config) -> Prompt | None:
-    """Return the first row as an environment sees it; None if there is none, which check_task reports."""
-    if config.task.name != "jsonl":
-        return Prompt(0, "", [], "")
-    with suppress(BadRows, OSError, ValueError, IndexError):
-        example = read_source(data_sources(config.task)[0]).examples[0]
-        text = example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
-        messages = () if isinstance(example.prompt, str) else tuple(example.prompt)
-        return Prompt(0, text, [], example.answer, example.row, messages=messages)
-    return None
 
 
 def _check_server(config: Config, *, usable: bool) -> Iterator[str]:
