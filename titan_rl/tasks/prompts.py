@@ -154,7 +154,7 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
 
 
 def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Tools = ()) -> Sample:
-    """Return a demonstration as a rollout would have it. It ends before messages that the chat template cannot append."""
+    """Return a demonstration as a rollout has it. It ends before a message that the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for text, observation in prompt.demonstration:
         sampled = [*tokenizer.encode(text), tokenizer.eos]
