@@ -10,7 +10,7 @@ from titan_rl.controller import Controller
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
-from titan_rl.record.run_folder import Resume, watch_folder
+from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.terminal import Terminal
 from titan_rl.record.timeline import timeline
@@ -22,6 +22,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.train.status import Scale, Status
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.spans import Clock
 
 
@@ -40,6 +41,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     if not config.checkpoint.enable:
         control.withhold("checkpoint", "pause", why="expected checkpoint.enable = true, found false: nothing is saved")
     folder_watch: asyncio.Task[None] | None = None
+    folder_before = os.stat(folder)
     try:
         async with (
             control,
@@ -47,7 +49,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
             timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
             status.meshes = meshes
-            folder_watch = asyncio.create_task(watch_folder(folder, watch.fail))
+            folder_watch = asyncio.create_task(watch_folder(folder, folder_before, watch.fail))
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None
             if meshes.generators is not None:
@@ -94,6 +96,10 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                 if stop.given_up:
                     raise asyncio.CancelledError  # ranks may be busy: call none of them again
         return not stop.requested
+    except (OSError, RunError):
+        if (lost := folder_lost(folder, folder_before)) is not None:  # a write may have failed before the watch looked
+            raise lost from None
+        raise
     finally:
         if folder_watch is not None:
             folder_watch.cancel()

@@ -113,26 +113,28 @@ def _set_aside(checkpoints: Checkpoints, step: int) -> str:
     return names[-1]
 
 
-async def watch_folder(folder: Path, lost: Callable[[RunError], None]) -> None:
+def folder_lost(folder: Path, before: os.stat_result) -> RunError | None:
+    """Return the error that ends a run whose folder has been removed, renamed or replaced since `before`."""
+    try:
+        same = os.path.samestat(os.stat(folder), before)
+    except FileNotFoundError:
+        same = False
+    except OSError:  # a network filesystem that does not answer now
+        return None
+    if same:
+        return None
+    return RunError(
+        f"job.dump_folder: {folder} was removed or renamed while the run wrote to it",
+        "Checkpoints, ledger, metrics and rollouts went with it. A renamed folder can be resumed under its new name: "
+        "--job.dump_folder NEW_NAME.",
+    )
+
+
+async def watch_folder(folder: Path, before: os.stat_result, lost: Callable[[RunError], None]) -> None:
     """Call `lost` once this folder has been removed, renamed or replaced."""
-    before = os.stat(folder)
-    while True:
+    while (error := folder_lost(folder, before)) is None:
         await asyncio.sleep(FOLDER_CHECK_SECONDS)
-        try:
-            same = os.path.samestat(os.stat(folder), before)
-        except FileNotFoundError:
-            same = False
-        except OSError:  # a network filesystem that does not answer now
-            continue
-        if not same:
-            lost(
-                RunError(
-                    f"job.dump_folder: {folder} was removed or renamed while the run wrote to it",
-                    "Checkpoints, ledger, metrics and rollouts went with it. A renamed folder can be resumed under its "
-                    "new name: --job.dump_folder NEW_NAME.",
-                )
-            )
-            return
+    lost(error)
 
 
 def check_folder(job: JobSection) -> None:
