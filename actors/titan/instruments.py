@@ -12,7 +12,7 @@ from titan_rl.actors.titan.model import TitanModel, shared_keys
 from titan_rl.wire.spans import span
 
 A100_PEAK_FLOPS = 312e12
-STEPS_PER_COLLECTION = 50  # of Python garbage
+STEPS_PER_COLLECTION = 50  # steps between collections of Python's garbage
 
 
 class Instruments:

@@ -83,7 +83,7 @@ class AgentRollout:
         return Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish)
 
     def check(self) -> None:
-        """Assert that exactly what was sampled is trained, after exactly the context that the engine read."""
+        """Assert that the sampled tokens are trained, and no others, after the context that the engine read."""
         branches = self.recorded.branches()
         assert sum(sum(branch.mask) for branch in branches) == sum(len(said) for _, said in self.engine)
         for read, said in self.engine:

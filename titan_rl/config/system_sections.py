@@ -17,7 +17,7 @@ class JobSection:
     fresh: bool = False
     """Rename an existing dump folder (it is never deleted) and start from scratch."""
     resume_changed: bool = False
-    """Resume with another reward, algorithm, model or data than those of the run in job.dump_folder."""
+    """Resume the run in job.dump_folder although its reward, algorithm, model or data have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

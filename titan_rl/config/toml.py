@@ -138,7 +138,7 @@ class Key:
 
 PATHS = ("job.dump_folder", "task.path", "task.eval_path", "task.chat_template", "hosts.tls", "environment.python")
 PATHS += tuple(f"{section}.hf_assets_path" for section in ("model", "critic", "reward_model", "teacher"))
-"""Keys in which "~" is the home folder. A shell replaces it only in arguments of their own."""
+"""Keys in which "~" is the home folder. A shell does not replace it in --key=~/x."""
 
 
 @functools.cache
@@ -256,7 +256,7 @@ def load(
         section, _, name = flag.partition(".")
         if not put(section, name, text, f"--{flag}", text=True):
             problems.append(f"--{flag}: {_unknown(section, name)}")
-    if not names_folder:  # a base's folder is that of another experiment
+    if not names_folder:  # a base's folder belongs to another experiment
         values["job"]["dump_folder"] = f"./outputs/{path.stem}"
     if problems:
         raise ConfigError(problems)

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +17,11 @@ from titan_rl.agents.user_code import asynchronous
 from titan_rl.config.data_sources import data_sources
 from titan_rl.config.sections import Config
 from titan_rl.config.system_sections import EnvironmentSection
-from titan_rl.isolation import outside
+from titan_rl.preflight.probe import run_child
 from titan_rl.tasks.examples import BadRows, read_source
 from titan_rl.wire.types import Prompt
 
 SECONDS = 60.0  # for the child to import the environment, and to reset it once
-CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.offered_tools import answer; answer({folder!r})"
 
 Schemas = tuple[dict[str, Any], ...]
 
@@ -62,13 +59,8 @@ def offered_tools(config: Config) -> Schemas:
 def _asked(environment: EnvironmentSection, prompt: Prompt) -> Schemas:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "question").write_bytes(pickle.dumps((environment, prompt)))
-        command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
-        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        try:
-            outside(lambda: subprocess.run(command, timeout=SECONDS, start_new_session=True, check=True, **nothing))
-            return tuple(json.loads((Path(folder) / "tools").read_text()))
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return ()
+        code = run_child(f"from {__name__} import answer; answer({folder!r})", SECONDS)
+        return tuple(json.loads((Path(folder) / "tools").read_text())) if code == 0 else ()
 
 
 def answer(folder: str) -> None:

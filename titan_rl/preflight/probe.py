@@ -38,8 +38,6 @@ from titan_rl.wire.types import Prompt
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
 IMPORTING, CALLING, CONSTRUCTING = "importing", "calling", "constructing"
-CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.probe import answer; answer({folder!r})"
-"""The child finds modules where this process does, and nothing else."""
 
 
 def probe(
@@ -56,18 +54,8 @@ def probe(
     with tempfile.TemporaryDirectory() as folder:
         question, stages, stack = (Path(folder) / file for file in ("question", "stages", "stack"))
         question.write_bytes(pickle.dumps((seconds, (key, name, prompt, arguments, environment))))
-        command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
-        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
-        late = False
-        try:
-            child.wait(3 * seconds + 30)  # the child itself ends earlier, unless its clock is stopped
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with its own children
-            child.wait()
+        # The child itself ends earlier, unless its clock is stopped.
+        code = run_child(f"from {__name__} import answer; answer({folder!r})", 3 * seconds + 30)
         lines = [json.loads(line) for line in stages.read_text().splitlines()] if stages.exists() else []
         last = lines[-1] if lines else IMPORTING
         stages_of = {IMPORTING: "be imported", CALLING: "return a number for the first row"}
@@ -75,12 +63,28 @@ def probe(
         expected = f"{name!r} to {stages_of.get(last, last)}"
         if last not in stages_of:
             yield from filter(None, [last])
-        elif late or (stack.exists() and stack.stat().st_size):
+        elif code is None or (stack.exists() and stack.stat().st_size):
             at = re.search(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
             place = f" at {at[1]}:{at[2]}" if at else ""
             yield f"{key}: expected {expected} within {seconds} s, found it still running{place}"
         else:
-            yield f"{key}: expected {expected}, found that it ends the process with exit code {child.returncode}"
+            yield f"{key}: expected {expected}, found that it ends the process with exit code {code}"
+
+
+def run_child(program: str, seconds: float) -> int | None:
+    """Run a program that finds modules where this process does, and return its exit code; None: it did not end in time.
+    Its own children end with it."""
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"]
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def answer(folder: str) -> None:

@@ -57,8 +57,13 @@ def _last_step(folder: Path, name: str) -> int:
     path = folder / name
     if not path.is_file():
         return 0
+    begin = max(0, os.path.getsize(path) - LAST_BYTES)
+    return _last_step_from(path, begin) or (_last_step_from(path, 0) if begin else 0)  # a line may be longer
+
+
+def _last_step_from(path: Path, begin: int) -> int:
     last = 0
-    for line in whole_lines(path, max(0, os.path.getsize(path) - LAST_BYTES)):
+    for line in whole_lines(path, begin):
         try:
             record = json.loads(line)
         except ValueError:  # the first one may be a part of a line
