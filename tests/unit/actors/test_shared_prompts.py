@@ -178,7 +178,7 @@ def test_shared_prompts_in_a_window_are_those_of_plain_rows(name: str) -> None:
 
 
 def test_a_window_hides_what_is_before_it() -> None:
-    """Two layers see 2 * (WINDOW - 1) places back at most: earlier tokens change no log-prob, tokens in the window do."""
+    """Two layers see at most 2 * (WINDOW - 1) places back. Earlier tokens change no log-prob, later ones do."""
     tokens, on = np.random.default_rng(0).integers(3, 50, 30).tolist(), model("mistral", "lm")
     reach = 2 * (WINDOW - 1)
 
