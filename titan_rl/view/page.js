@@ -321,7 +321,7 @@ VIEWS.samples = () => {
     el("select", { "aria-label": "order", onchange: (event) => go({ sort: event.target.value, prompt: "" }) }, Object.entries(SORTS).map(([key, [text]]) => option(key, text, key === (settings.sort || "order")))),
     el("select", { "aria-label": "filter", onchange: (event) => go({ only: event.target.value, prompt: "" }) }, Object.entries(KEEPS).map(([key, text]) => option(key, text, key === (settings.only || "")))),
     el("input", { type: "search", id: "search", placeholder: "text (/)", value: settings.q || "", "aria-label": "search in samples", onchange: (event) => go({ q: event.target.value, prompt: "" }) }),
-    el("span", { class: "chips", role: "group", "aria-label": "colour of tokens" }, Object.entries(COLOURS).map(([key, text]) => el("button", { "aria-pressed": String((settings.colour || "mask") === key), onclick: () => go({ colour: key }) }, text))));
+    el("span", { class: "chips", role: "group", "aria-label": "colour of tokens" }, Object.entries(COLOURS).filter(([key]) => key !== "gap" || hasGaps(run)).map(([key, text]) => el("button", { "aria-pressed": String((settings.colour || "mask") === key), onclick: () => go({ colour: key }) }, text))));
   const list = el("div", { class: "list", id: "groups" }, groups.map((each) => el("button", { "aria-current": String(each === group), onclick: () => go({ prompt: each.id, at: each.step }) },
     el("span", { class: "excerpt" }, excerpt(each.prompt)), el("span", { class: "dim" }, `${step === null ? `step ${each.step}, ` : ""}prompt ${each.id}: ${number(worst(each) === Infinity ? null : worst(each))} to ${number(best(each) === -Infinity ? null : best(each))}`,
       each.samples.some((s) => s.cut_off) ? `, ${each.samples.filter((s) => s.cut_off).length} cut off` : ""))), groups.length ? null : el("p", { class: "dim", style: "padding:.6rem" }, "No group fits."));
@@ -330,6 +330,7 @@ VIEWS.samples = () => {
 // The end of a rendered chat says more than its template's beginning.
 function excerpt(prompt) { const text = prompt.replace(/<\|[^|>]*\|>/g, " ").replace(/\s+/g, " ").trim(); return text.length > 160 ? "…" + text.slice(-160) : text || "(empty)"; }
 const COLOURS = { mask: "sampled", logprob: "log-prob", gap: "gap", version: "version", advantage: "advantage", plain: "plain" };
+function hasGaps(run) { return run.groups.some((group) => group.samples.some((s) => (s.segments || []).some((segment) => segment.gaps))); }
 function groupView(run, group, settings) {
   const again = run.groups.filter((each) => each.prompt === group.prompt && each.step !== group.step).map((each) => el("a", { href: address({ step: each.step, prompt: each.id, at: each.step }) }, `step ${each.step} (${number(worst(each))} to ${number(best(each))}) `));
   return el("section", {}, el("h3", {}, `step ${group.step}, prompt ${group.id}`),
@@ -339,7 +340,7 @@ function groupView(run, group, settings) {
     el("div", { class: "side" }, group.samples.map((sample) => sampleView(sample, group, settings))));
 }
 function key(colour) {
-  const texts = { mask: "Tokens that the policy sampled are blue; grey ones were read.", logprob: "The darker the orange, the less likely the token was when it was sampled.", gap: "The darker the orange, the more the trainer's log-prob differs from the generator's. Runs record it with record.trainer_logprobs.",
+  const texts = { mask: "Tokens that the policy sampled are blue; grey ones were read.", logprob: "The darker the orange, the less likely the token was when it was sampled.", gap: "The darker the orange, the more the trainer's log-prob differs from the generator's.",
     version: "Each policy version has its colour; hover for the number.", advantage: "Blue tokens are made more likely, orange ones less likely.", plain: "" };
   return el("p", { class: "dim" }, texts[colour]);
 }
@@ -407,7 +408,7 @@ VIEWS.prompts = () => {
 VIEWS.evaluations = () => runs().flatMap((run, i) => run.evaluations.map((set) => {
   const low = Math.min(0, ...set.rewards.flat().filter((r) => r !== null)), high = Math.max(1, ...set.rewards.flat().filter((r) => r !== null));
   const average = (row) => { const v = row.filter((r) => r !== null); return v.reduce((a, b) => a + b, 0) / (v.length || 1); };
-  const order = set.rewards.map((row, k) => [average(row), k]).sort((a, b) => b[0] - a[0]);
+  const order = set.rewards.map((row, k) => [average(row), k]).sort((a, b) => a[0] - b[0]);  // the hardest first
   const always = set.rewards.filter((row) => row.every((r) => r !== null && r >= high)).length, never = set.rewards.filter((row) => row.every((r) => r === null || r <= low)).length;
   const rows = order.map(([, k]) => el("tr", {}, el("th", {}, set.problems[k]), set.rewards[k].map((reward, s) => el("td", { title: `problem ${set.problems[k]}, step ${set.steps[s]}: ${number(reward)}`, style: reward === null ? "" : `background:rgba(var(--cool),${((reward - low) / (high - low)).toFixed(2)})` }))));
   return el("section", {}, el("h2", {}, swatch(i), `${run.name}: ${set.set}`), el("p", { class: "dim" }, `A row is a problem, a column an evaluation (steps ${set.steps[0]} to ${set.steps.at(-1)}); darker is a higher mean reward. Solved at every evaluation: ${always} of ${set.problems.length}; never: ${never}.`),
