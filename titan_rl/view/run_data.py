@@ -38,6 +38,7 @@ MOST_CHARACTERS = 20_000  # of one text or message
 QUIET_SECONDS = 600.0  # without a line after which an unfinished run counts as ended
 
 Json = dict[str, Any]
+NO_GAPS: Mapping[tuple[int, ...], Sequence[float]] = {}
 
 
 def run_data(folder: Path, *, sample_bytes: int) -> Json:
@@ -257,20 +258,19 @@ def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) 
     if not samples.steps:
         return []
     pieces = Pieces.of_run(folder, config)
-    per_step = max(1, len(encoded := json.dumps([_group(g, pieces) for g in samples.groups(samples.steps[-1])])))
+    per_step = max(1, len(json.dumps([_group(group, pieces) for group in samples.groups(samples.steps[-1])])))
     steps = evenly(samples.steps, max(FEWEST_STEPS, sample_bytes // per_step))
     share, found, total = sample_bytes // len(steps), list[Json](), 0
     for step in steps:
-        groups = samples.groups(step)
+        groups, gaps = samples.groups(step), _gaps(folder, step)
         total += len(groups)
         size = 0
         for group in sorted(groups, key=lambda group: zlib.crc32(group[0].prompt.encode("utf-8", "replace"))):
-            shown = _group(group, pieces)
+            shown = _group(group, pieces, gaps)
             size += len(json.dumps(shown))
             if size > share and found and found[-1]["step"] == step:
                 break
             found.append(shown)
-    del encoded
     if len(steps) < len(samples.steps) or len(found) < total:
         left_out.append(
             f"samples of {len(steps)} of {len(samples.steps)} steps, {len(found)} of their {total} groups; "
@@ -280,7 +280,19 @@ def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) 
     return found
 
 
-def _group(group: Sequence[Sample], pieces: Pieces | None) -> Json:
+def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
+    """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl.replay --logprobs` has written them."""
+    path, found = folder / "replays" / f"step-{step}.jsonl", {}
+    for raw in whole_lines(path) if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(raw)
+            found[tuple(line["tokens"])] = line["gaps"]
+    return found
+
+
+def _group(
+    group: Sequence[Sample], pieces: Pieces | None, gaps: Mapping[tuple[int, ...], Sequence[float]] = NO_GAPS
+) -> Json:
     first = group[0]
     return {
         "step": first.step,
@@ -288,11 +300,11 @@ def _group(group: Sequence[Sample], pieces: Pieces | None) -> Json:
         "index": first.group,
         "prompt": clipped(first.prompt),
         "answer": clipped(str(first.answer)),
-        "samples": [_sample(sample, pieces) for sample in group],
+        "samples": [_sample(sample, pieces, gaps.get(tuple(sample.tokens), ())) for sample in group],
     }
 
 
-def _sample(sample: Sample, pieces: Pieces | None) -> Json:
+def _sample(sample: Sample, pieces: Pieces | None, gaps: Sequence[float]) -> Json:
     shown: Json = {
         "index": sample.sample,
         "reward": _short(sample.reward),
@@ -311,7 +323,7 @@ def _sample(sample: Sample, pieces: Pieces | None) -> Json:
     if sample.messages:
         shown["messages"] = [_message(message) for message in sample.messages]
     if pieces is not None:
-        shown["segments"] = pieces.segments(sample)
+        shown["segments"] = pieces.segments(sample, gaps)
     return shown
 
 

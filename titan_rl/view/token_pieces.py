@@ -30,14 +30,16 @@ class Pieces:
                 continue
         return None
 
-    def segments(self, sample: Sample) -> list[dict[str, Any]]:
+    def segments(self, sample: Sample, gaps: Sequence[float] = ()) -> list[dict[str, Any]]:
         """Return the runs of read and of sampled tokens, in order. A sampled run has a text, a log-prob and a policy
-        version for each token; a read run, such as the prompt, has one text."""
-        found, versions, count = [], iter(sample.versions), 0
+        version for each token, and its gap to the trainer's log-prob if `gaps` has one per token; a read run, such as
+        the prompt, has one text."""
+        found, versions, count, begin = [], iter(sample.versions), 0, 0
         marked = zip(sample.tokens, sample.mask, sample.logprobs, strict=False)
         for sampled, run in groupby(marked, key=lambda token: bool(token[1])):
             tokens = list(run)
             ids = [id for id, _, _ in tokens]
+            begin += len(tokens)
             if not sampled:
                 found.append({"read": self._tokenizer.decode(ids, skip_special=False), "count": len(ids)})
                 continue
@@ -47,6 +49,8 @@ class Pieces:
                 break
             logprobs = [None if logprob is None else round(logprob, 3) for _, _, logprob in tokens]
             found.append({"pieces": self.of(ids), "logprobs": logprobs, "versions": _runs(ages)})
+            if gaps:
+                found[-1]["gaps"] = list(gaps[begin - len(tokens) : begin])
         return found
 
     def of(self, ids: Sequence[int]) -> list[str]:

@@ -97,6 +97,13 @@ def test_tokens_have_texts_logprobs_and_versions(tmp_path: Path) -> None:
     read_run, sampled = pieces.segments(Samples(run).of_step(1)[0])
     assert read_run == {"read": "<s>1+2=", "count": 5}
     assert sampled == {"pieces": ["1", "2", "</s>"], "logprobs": [-0.25, -1.5, -0.5], "versions": [[0, 1], [1, 2]]}
+    gaps = [0.0, 0.0, 0.0, 0.0, 0.0, 0.1, -0.2, 0.3]  # as a replay of the step writes them
+    (run / "replays").mkdir()
+    line = {"tokens": [1, 8, 17, 9, 20, 8, 9, 2], "gaps": gaps}
+    (run / "replays" / "step-1.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "config.toml").write_text(f'[model]\nhf_assets_path = "{tmp_path}/tokenizer"\n')
+    shown = run_data(run, sample_bytes=10**5)["groups"][0]["samples"][0]
+    assert shown["segments"][1]["gaps"] == [0.1, -0.2, 0.3]
 
 
 @pytest.mark.parametrize(
