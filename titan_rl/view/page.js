@@ -340,7 +340,7 @@ function groupView(run, group, settings) {
     el("div", { class: "side" }, group.samples.map((sample) => sampleView(sample, group, settings))));
 }
 function key(colour) {
-  const texts = { mask: "Tokens that the policy sampled are blue; grey ones were read.", logprob: "The darker the orange, the less likely the token was when it was sampled.", gap: "The darker the orange, the more the trainer's log-prob differs from the generator's.",
+  const texts = { mask: "Tokens that the policy sampled are blue; grey ones were read.", logprob: "The darker the orange, the less likely the token was when it was sampled.", gap: "The darker the orange, the more the trainer's log-prob differs from the generator's: from 1e-6 to 1, logarithmic. Steps that were replayed have it.",
     version: "Each policy version has its colour; hover for the number.", advantage: "Blue tokens are made more likely, orange ones less likely.", plain: "" };
   return el("p", { class: "dim" }, texts[colour]);
 }
@@ -381,7 +381,7 @@ function tokens(sample, settings) {
 }
 function shade(how, token) {
   if (how === "logprob") return token.logprob === null ? "" : `background:rgba(var(--warm),${Math.min(0.85, -token.logprob / 5).toFixed(2)})`;
-  if (how === "gap") return token.gap === null ? "" : `background:rgba(var(--warm),${Math.min(0.85, Math.abs(token.gap) * 2).toFixed(2)})`;
+  if (how === "gap") return token.gap === null ? "" : `background:rgba(var(--warm),${Math.max(0, Math.min(0.85, (Math.log10(Math.abs(token.gap) + 1e-9) + 6) / 6)).toFixed(2)})`;
   if (how === "version") return `border-bottom:3px solid var(--run${token.version % 6})`;
   if (how === "advantage") return `background:rgba(var(--${token.advantage >= 0 ? "cool" : "warm"}),${Math.min(0.7, Math.abs(token.advantage) / 2).toFixed(2)})`;
   return "background:rgba(var(--cool),.16)";

@@ -281,7 +281,7 @@ def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) 
 
 
 def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
-    """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl.replay --logprobs` has written them."""
+    """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl.replay --logprobs` wrote them."""
     path, found = folder / "replays" / f"step-{step}.jsonl", {}
     for raw in whole_lines(path) if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
