@@ -6,6 +6,7 @@ A run of 1,000 steps can have gigabytes of rollouts, so that only the index of a
 memory at a time. Lines of other versions may lack newer keys; damaged lines are counted and left out.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,14 @@ class Samples:
             if STEP.match(line) is None:  # counted in the index
                 continue
             try:
-                yield Sample.of(orjson.loads(line))
+                yield Sample.of(_object(line))
             except (ValueError, KeyError, TypeError):
                 self.damaged += 1
+
+
+def _object(line: bytes) -> Any:
+    """Return the value of a line of JSON. orjson refuses lone surrogates, which a policy can write."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
