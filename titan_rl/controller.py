@@ -43,7 +43,7 @@ from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
 from titan_rl.train.held_out import HeldOut
 from titan_rl.train.hf_folder import export_policy
-from titan_rl.train.learner import Learner, rows_of
+from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.reports import SyncStats
@@ -332,7 +332,7 @@ class Controller:
         if reward_model is None:
             judge = self.setup.judges.judge(training_rubric(config.task), REWARD_ATTEMPTS)
         else:
-            judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
+            judge = by_model(reward_model, config, tokenizer.pad, self.learner.packer.rows)
         grader = grader_rubric(config.task)
         settings = StreamSettings(
             algorithm=config.algorithm,

@@ -22,7 +22,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.meshes.fork_servers import serving
+from titan_rl.meshes.fork_servers import Kind, serving
 from titan_rl.wire.program import FAILED, STOPPED, USAGE
 
 if TYPE_CHECKING:  # imported when this process has its own network
@@ -194,11 +194,14 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
     )
 
 
-def in_own_network(prog: str, config: Config, work: Callable[[Path], int]) -> int:
-    """Call `work` with a folder for its files. Monarch's sockets are then reachable by this process's user alone."""
+def in_own_network(
+    prog: str, config: Config, work: Callable[[Path], int], *, kinds: Sequence[Kind] = ("generator",)
+) -> int:
+    """Call `work` with a folder for its files. Monarch's sockets are then reachable by this process's user alone.
+    `kinds`: of the ranks that it starts."""
     with socket_folder() as folder, serving(folder) as servers:
         if not NVIDIA.exists():
-            servers.keep(["generator"])
+            servers.keep(kinds)
         exposed = "" if config.hosts.isolation == "off" else isolation.isolate()
         if exposed and config.hosts.isolation == "require":
             raise Refused(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")

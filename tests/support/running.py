@@ -39,6 +39,7 @@ SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
 WHOLE: dict[str, Any] = {  # the run that the fixture `whole` starts once for all tests, so that they resume it
     "cold_start__steps": 40,  # time enough to interrupt it
     "training__steps": 8,
+    "record__batches": 4,
 }
 
 

@@ -60,6 +60,7 @@ from titan_rl.config.system_sections import (
     MetricsSection,
     PlacementSection,
     ProfilingSection,
+    RecordSection,
     SandboxSection,
     WeightSyncSection,
 )
@@ -97,6 +98,7 @@ class Config:
     launch: LaunchSection = field(default_factory=LaunchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
+    record: RecordSection = field(default_factory=RecordSection)
     profiling: ProfilingSection = field(default_factory=ProfilingSection)
     comm: CommSection = field(default_factory=CommSection)
     fault: FaultSection = field(default_factory=FaultSection)

@@ -1,5 +1,5 @@
-"""Keys of a run's processes, faults and records: [job] [debug] [metrics] [comm] [fault] [generator] [weight_sync]
-[hosts] [placement] [environment] [sandbox]."""
+"""Keys of a run's processes, faults and records: [job] [debug] [metrics] [record] [comm] [fault] [generator]
+[weight_sync] [hosts] [placement] [environment] [sandbox]."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +34,12 @@ class DebugSection:
 class MetricsSection:
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSection:
+    batches: int = bounds(0, ge=0, le=10**6)
+    """Steps whose samples are kept in RUN/batches, the newest: `python -m titan_rl.replay` makes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,9 @@ from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
+BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4
+"""Of record.batches: id, mask, and the columns of most algorithms: behaviour, advantage, reference, proximal."""
+
 
 def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> RunPlan:
     """`sharded`: how TorchTitan cuts the models, which only a dry run asks."""
@@ -84,7 +87,17 @@ def disk(setup: Setup, too_large: list[str]) -> str:
             f"{size(most)} in {there}, which has {size(free)} free"
         )
     kept = f"{keep} kept and one written: {size(most)}" if keep else "all kept"
+    if steps := setup.config.record.batches:
+        kept += f"; batches of {steps} steps: up to {size(steps * batch_bytes(setup.config))}"
     return f"{size(one)} per checkpoint, {kept}; {size(free)} free"
+
+
+def batch_bytes(config: Config) -> int:
+    """Return the most that the samples of a step take in RUN/batches: an id, a mask and a few columns per token."""
+    rollout, training = config.rollout, config.training
+    rl = config.algorithm.kind == "rl"
+    samples = rollout.groups_per_step * rollout.group_size if rl else training.global_batch_size
+    return samples * (training.seq_len + 1) * BYTES_PER_KEPT_TOKEN
 
 
 def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,10 @@ import numpy as np
 
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, unpack
+from titan_rl.config.sections import Config
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.preflight.plan import Setup
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.hf_folder import export_policy
@@ -35,16 +36,47 @@ from titan_rl.wire.types import Batch, PhaseName, Sample
 ERROR_CHARACTERS = 300
 
 
-def rows_of(setup: Setup) -> int | UpTo:
-    """Return the rows of a microbatch: training.local_batch_size, or the most that fit in memory."""
-    return setup.config.training.local_batch_size or UpTo(setup.resolved.training.local_batch_size)
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Packs samples for the dp rows of a mesh."""
+
+    config: Config
+    rows: int | UpTo  # of a microbatch
+    pad_id: int
+
+    @classmethod
+    def of(cls, config: Config, resolved: Config, pad_id: int) -> "Packer":
+        """Microbatches have training.local_batch_size rows, or the most that fit in memory."""
+        return cls(config, config.training.local_batch_size or UpTo(resolved.training.local_batch_size), pad_id)
+
+    def update(self, samples: Sequence[Sample], dp: int, *, whole: bool = True) -> list[Batch]:
+        """Pack an update of the algorithm, or a streamed part of it."""
+        algorithm = self.config.algorithm
+        length = algorithm.length_constant or self.config.rollout.max_new_tokens
+        together = 2 if algorithm.kind in ("preference", "reward") else 1
+        return self._packed(samples, dp, together, Weighting(algorithm.aggregation, length, whole))
+
+    def supervised(self, samples: Sequence[Sample], dp: int) -> list[Batch]:
+        return self._packed(samples, dp, 1, TOKEN_MEAN)
+
+    def _packed(self, samples: Sequence[Sample], dp: int, together: int, weighting: Weighting) -> list[Batch]:
+        return pack(
+            samples,
+            shards=dp,
+            seq_len=self.config.training.seq_len,
+            rows_per_microbatch=self.rows,
+            pad_id=self.pad_id,
+            together=together,
+            weighting=weighting,
+            share=True,
+        )
 
 
 class Learner:
     def __init__(self, run: RunParts) -> None:
         self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
         self._snapshots, self._incidents = run.snapshots, run.incidents
-        self._rows = rows_of(run.setup)
+        self.packer = Packer.of(run.config, run.setup.resolved, run.setup.tokenizer.pad)
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
@@ -52,6 +84,7 @@ class Learner:
         self._checksums: dict[tuple[str, int], list[int]] = {}  # by role and number of ranks
         self._samples: list[Sample] = []  # accumulated for the step's update
         self._tokens = self._sequences = 0  # accumulated for the step's update
+        self._done = 0  # steps of the phase
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
         """Bring the trainers to where a phase resumes. Return that step, and the controller's state saved with it."""
@@ -60,6 +93,7 @@ class Learner:
         self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
         self._snapshots.forget(but=snapshot)
         start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
+        self._done = start
         return start, json.loads(state)
 
     async def begin(self, step: int) -> None:
@@ -102,21 +136,26 @@ class Learner:
         """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
         critic, trainers = self._meshes.critic, self._meshes.trainers
         with self._clock("train"):
+            await self._keep_batches(updates)
             policy = trainers.step([self.batches(samples, trainers) for samples in updates])
             if critic is None:
-                return await policy
-            stats, learnt = await asyncio.gather(
-                policy, critic.step([self.batches(samples, critic) for samples in updates])
-            )
-        critic_metrics = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
-        # router/*, which both may have, is the policy's.
-        stats.metrics.update(learnt.metrics | critic_metrics | stats.metrics)
-        return replace(stats, skipped=stats.skipped + learnt.skipped)
+                stats = await policy
+            else:
+                stats, learnt = await asyncio.gather(
+                    policy, critic.step([self.batches(samples, critic) for samples in updates])
+                )
+                critic_metrics = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
+                # router/*, which both may have, is the policy's.
+                stats.metrics.update(learnt.metrics | critic_metrics | stats.metrics)
+                stats = replace(stats, skipped=stats.skipped + learnt.skipped)
+        self._done += 1
+        return stats
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """Take a part of the step's samples. If the step is streamed, run forward and backward over them now."""
-        if not self._config.training.stream_groups:
+        if not self._config.training.stream_groups or self._config.record.batches:
             self._samples += samples
+        if not self._config.training.stream_groups:
             return
         trainers = self._meshes.trainers
         with self._clock("train"):
@@ -127,20 +166,29 @@ class Learner:
 
     async def update(self) -> StepStats:
         """Make the step's updates from the accumulated samples."""
+        samples, self._samples = self._samples, []
         if not self._config.training.stream_groups:
-            samples, self._samples = self._samples, []
             return await self.step(minibatches(samples, self._config.algorithm, self._config.rollout.group_size))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):
+            await self._keep_batches([samples])
             aggregation = self._config.algorithm.aggregation
-            return await self._meshes.trainers.update(whole, divisor(aggregation, whole.tokens, whole.sequences))
+            stats = await self._meshes.trainers.update(whole, divisor(aggregation, whole.tokens, whole.sequences))
+        self._done += 1
+        return stats
+
+    async def _keep_batches(self, updates: Sequence[Sequence[Sample]]) -> None:
+        """Write the samples of the step that is made next, if record.batches asks for it."""
+        if keep := self._config.record.batches:
+            kept = KeptBatches(self._setup.folder, keep)
+            await asyncio.to_thread(kept.write, self._done + 1, updates)
 
     async def supervise(self, samples: Sequence[Sample]) -> StepStats:
         """Take a step of the cold start: cross-entropy."""
         mesh = self._meshes.trainers
         with self._clock("train"):
-            return await mesh.step([self._packed(samples, mesh)])
+            return await mesh.step([self.packer.supervised(samples, mesh.dp)])
 
     async def snapshot(self, step: int, controller: Callable[[], str]) -> None:
         """Begin a snapshot of the state after this step, if fault.snapshot_interval divides the step."""
@@ -222,25 +270,7 @@ class Learner:
             await asyncio.to_thread(self._checkpoints.purge, self._config.checkpoint.keep_latest_k, writing)
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
-        algorithm = self._config.algorithm
-        length = algorithm.length_constant or self._config.rollout.max_new_tokens
-        together = 2 if algorithm.kind in ("preference", "reward") else 1
-        return self._packed(samples, mesh, together, Weighting(algorithm.aggregation, length, whole))
-
-    def _packed(
-        self, samples: Sequence[Sample], mesh: ModelMesh, together: int = 1, weighting: Weighting = TOKEN_MEAN
-    ) -> list[Batch]:
-        training = self._config.training
-        return pack(
-            samples,
-            shards=mesh.dp,
-            seq_len=training.seq_len,
-            rows_per_microbatch=self._rows,
-            pad_id=self._setup.tokenizer.pad,
-            together=together,
-            weighting=weighting,
-            share=True,
-        )
+        return self.packer.update(samples, mesh.dp, whole=whole)
 
     async def scores(
         self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +133,7 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     learns, _ = learner_of(
         tmp_path, on_device(Config(training=TrainingSection(seq_len=64, local_batch_size=given)), "cpu"), Mesh(tmp_path)
     )
-    learns._rows = given or UpTo(32)
+    learns.packer = replace(learns.packer, rows=given or UpTo(32))
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
 

@@ -150,7 +150,11 @@ class RunOnDisk:
         run: Any = SimpleNamespace(
             config=self.config,
             setup=SimpleNamespace(
-                checkpoint_bytes=0, config=self.config, resolved=resolved(self.config, "cpu"), folder=self.folder
+                checkpoint_bytes=0,
+                config=self.config,
+                resolved=resolved(self.config, "cpu"),
+                folder=self.folder,
+                tokenizer=SimpleNamespace(pad=0),
             ),
             meshes=SimpleNamespace(trainers=self.meshes[-1], critic=critic),
             clock=Clock(),

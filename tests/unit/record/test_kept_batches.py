@@ -1,0 +1,75 @@
+"""Batches of the last steps are kept, and read back as they were."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_rl import replay
+from titan_rl.config.sections import Config
+from titan_rl.record.kept_batches import KeptBatches
+from titan_rl.record.run_log import RunLog
+from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.types import Sample
+
+
+def sample(first: int, *, kept: bool = False) -> Sample:
+    columns = {"behaviour": [0.0, -0.5, -1.25], "advantage": [0.5, 0.5, 0.5]}
+    sets = KeptSets.of([b"", b"", np.array([first, 7], "<u4").tobytes()]) if kept else None
+    return Sample([first, 8, 9], [0, 1, 1], columns, prompt=1, sequence=first, kept=sets)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_s_updates_are_read_back(tmp_path: Path) -> None:
+    kept = KeptBatches(tmp_path, 2)
+    for step in range(1, 5):
+        kept.write(step, [[sample(1), sample(2, kept=True)], [sample(3)]])
+    assert kept.steps == [3, 4]
+    first, second = kept.read(4)
+    assert [list(s.tokens) for s in (*first, *second)] == [[1, 8, 9], [2, 8, 9], [3, 8, 9]]
+    assert [(s.prompt, s.sequence) for s in (*first, *second)] == [(1, 1), (1, 2), (1, 3)]
+    assert list(first[0].columns["behaviour"]) == [0.0, -0.5, -1.25]
+    assert first[1].kept is not None
+    assert [list(part) for part in first[1].kept.ids()] == [[0, 0, 2], [2, 7]]
+
+
+def test_later_steps_of_an_undone_history_are_deleted(tmp_path: Path) -> None:
+    kept = KeptBatches(tmp_path, 3)
+    for step in (1, 2, 3, 4, 3):
+        kept.write(step, [[sample(1)]])
+    assert kept.steps == [2, 3]
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"PK\x03\x04 torn"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    kept = KeptBatches(tmp_path, 1)
+    kept.write(1, [[sample(1)]])
+    (tmp_path / "batches" / "step-1.npz").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"batches/step-1.npz: expected the samples of a step"):
+        kept.read(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere"], "expected the dump folder of a run"),
+        (["run"], "found none in run: it had record.batches = 0"),
+        (["kept", "--step", "3"], "--step: expected a checkpoint before a kept step"),
+        (["kept", "--optimizer.lr", "1"], "--optimizer.lr: expected a key of parallelism"),
+        (["kept", "--parallelism.nonsense", "1"], "nonsense"),
+    ],
+)
+def test_refuses_what_cannot_be_made_again(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "kept"):
+        RunLog(tmp_path / name, "tiny", Config()).close()
+    KeptBatches(tmp_path / "kept", 1).write(3, [[sample(1)]])
+    with pytest.raises(SystemExit) as ended:
+        replay.main(arguments)
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
