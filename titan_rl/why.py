@@ -19,7 +19,7 @@ from shutil import get_terminal_size
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.diagnosis.answers import Answer, AnswerFacts
-from titan_rl.diagnosis.findings import Finding
+from titan_rl.diagnosis.findings import PAGE, Finding
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose, measured, progress
 from titan_rl.record.run_history import METRICS
@@ -30,7 +30,6 @@ from titan_rl.wire.program import DONE, USAGE, enter
 
 SHOWN = 5  # causes
 MOST_BYTES = 2**29  # of rollouts that are read: about 10 s. Of a larger file, the last steps
-PAGE = "docs/it_does_not_learn.md"
 
 
 def main(argv: Sequence[str]) -> int:

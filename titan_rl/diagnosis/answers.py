@@ -139,7 +139,7 @@ class AnswerFacts:
 
 
 def names(text: str, reference: str) -> bool:
-    """Return True if the text has the reference as a word of its own. Short references are in any text."""
+    """Return True if the text has the reference as a whole word. Short references are in any text."""
     if len(reference) < 2:
         return False
     return re.search(rf"(?<![\w.]){re.escape(reference)}(?![\w]|\.\d)", text) is not None

@@ -6,6 +6,13 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 
+PAGE = "docs/it_does_not_learn.md"
+
+
+def command(folder: object) -> str:
+    """Return the command that shows a run's findings."""
+    return f"python -m titan_rl.why {folder}"
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -1,4 +1,4 @@
-"""Runs the rules, ranks what they find, and puts each effect under its cause.
+"""Runs the rules, ranks their findings, and puts each effect under its cause.
 
     history ── rules, in the order of RULES ──> findings ── effects under causes ──> causes, first suspect first
 
@@ -103,7 +103,7 @@ def _limits(run: History) -> tuple[str, ...]:
         wide = 2 * (run.scores[0].error ** 2 + run.scores[-1].error ** 2) ** 0.5
         limits.append(f"a change of the held-out score below {number(wide)} is within its two 95% intervals")
     elif scores <= 1 and run.config.evaluates:
-        limits.append(f"{scores} evaluation{'s' * (scores != 1)}: eval.interval says when the next one comes")
+        limits.append(f"{scores} evaluation{'s' * (scores != 1)}: eval.interval sets their distance")
     return tuple(limits)
 
 

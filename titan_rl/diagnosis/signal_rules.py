@@ -10,7 +10,7 @@ CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
 before they end teaches to be short rather than right."""
 ALL_CUT = 0.9  # nearly no answer ends
-NOISE_ENTROPY = 0.5  # of ln(vocabulary): a language model that follows its prompt is far below
+NOISE_ENTROPY = 0.5  # of ln(vocabulary): a language model that follows its prompt stays far below
 NOISE_NATS = 3.0  # the same where the config does not know the vocabulary
 HOT = 1.2  # temperature above which it is a suspect: common recipes use 0.6 to 1.2
 GREEDY_GAP = (
@@ -19,11 +19,11 @@ GREEDY_GAP = (
 SAME = 1e-9  # difference of rewards that are the same
 DEAD = 0.95  # share of groups without signal: less than one group in twenty teaches
 SPARSE = 0.8  # the same, above which most of the sampling is wasted: half is usual
-DEAD_STEPS = 2  # steps in a row before it is told
+DEAD_STEPS = 2  # steps in a row after which a rule speaks
 SOLVED = 0.95  # mean reward of a policy that has little left to learn, where 1 is the best
 HOPELESS = 0.02  # mean reward below which a task counts as too hard
 ALWAYS = 3  # visits of a prompt after which "never" and "always" mean something
-FEWEST = 64  # answers after which a component that was always 0 is told
+FEWEST = 64  # answers after which a component that was always 0 is named
 MISSED = 0.05  # share of answers that hold the reference and earn nothing
 LOST, BROKEN = 0.05, 0.2
 """Shares of rollouts: lost ones are missing from the training data, and which ones is no accident; broken calls are
@@ -111,7 +111,7 @@ def truncation(run: History) -> Finding | None:
         since,
         run.last,
         (change,),
-        f"An answer that does not end is judged as it stands; the longest one has {longest:.0f} token{'s' * (longest != 1)}. "
+        f"An answer that does not end is judged as it stands; the longest has {longest:.0f} tokens. "
         "algorithm.overlong_filter leaves such answers out, and training.seq_len must hold prompt and answer.",
         names,
         prompt,
@@ -256,8 +256,8 @@ def too_hard(run: History) -> Finding | None:
         since,
         run.last,
         tuple(changes),
-        f"The task is too hard for this policy{custom}. RL strengthens what is right at times: use an easier mix or supervised steps, a partial reward, a larger "
-        "rollout.group_size.",
+        f"The task is too hard for this policy{custom}. RL strengthens what is right at times: an easier mix, "
+        "supervised steps, a partial reward or a larger rollout.group_size makes some answers right.",
         facts.whole.names if facts else (),
         facts.whole.prompt if facts else None,
         explains=frozenset(("no_signal", "flat", "prompts", "rate_too_small", "format", "collapse")),

@@ -11,7 +11,7 @@ COLLAPSE_STD = 0.5
 ENTROPY_JUMP, ENTROPY_FACTOR = 0.5, 2.0  # nats and factor: learning moves the entropy by less within three steps
 ENTROPY_FALL = 0.2  # of the entropy before
 GRADIENT_JUMP = 3.0  # times the usual norm
-PEAK_STEPS = 20  # steps from which on a slow decline can be told from noise
+PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
 STILL_STEPS = 20  # steps that are too few to call a score flat
 STILL_ENTROPY = 0.05  # relative change of the entropy below which the policy has hardly moved
 LOSS_FACTOR = 1.3  # of a supervised loss: noise of batches is below it once SIGMAS are exceeded too
@@ -155,7 +155,7 @@ def _declines(run: History) -> Finding | None:
         step,
         run.last,
         tuple(changes),
-        "It fell over many steps: a smaller rate, or a KL to the start of RL, keeps what was learnt.",
+        "It fell over many steps: a smaller rate, or a KL to the start of RL, keeps it.",
         explains=frozenset(("truncation", "no_signal", "too_hard", "constant_reward", "overfit", "flat", "prompts")),
     )
 

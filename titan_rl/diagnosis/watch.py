@@ -1,4 +1,4 @@
-"""Warns while a run goes on: the rules that need metrics only, over a bounded window of steps."""
+"""Warns during a run: the rules that need metrics only, over a bounded window of steps."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,11 +9,11 @@ from titan_rl.diagnosis.findings import Finding
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose
 
-WINDOW = 64  # steps: rules look at most this far back while the run goes on, so that a step costs milliseconds
+WINDOW = 64  # steps: rules look at most this far back during a run, so that a step costs milliseconds
 SCORES = 32  # evaluations
-EARLY_STEPS = 3  # steps after which a truncated or constant run is told; a collapse is told at once
+EARLY_STEPS = 3  # steps after which truncation or a constant reward is a warning; a collapse is one at once
 AT_ONCE = ("collapse", "not_finite")
-SCORE_KEYS = ("step", "eval/score", "eval/low", "eval/high")
+SCORE_KEYS = ("eval/score", "eval/low", "eval/high")
 NOT_TOLD = ("flat", "prompts")  # they name no cause: `python -m titan_rl.why` has them
 
 
@@ -29,7 +29,7 @@ class Watch:
     def step(self, line: Mapping[str, Any]) -> Sequence[str]:
         """Take the line of a step, and return the warnings that it gives rise to."""
         self._take(line)
-        return [f"! step {line['step']}: {_short(each)}" for each in self.diagnosis.problems if self._is_news(each)]
+        return [f"step {line['step']}: {_short(each)}" for each in self.diagnosis.problems if self._is_news(each)]
 
     def restart(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Begin again with the lines up to where the run resumed or rewound to. Warnings are not repeated."""
@@ -38,9 +38,10 @@ class Watch:
         for line in lines:
             self._take(line)
 
-    def score(self, line: Mapping[str, Any]) -> None:
-        """Take an evaluation."""
-        self._scores.append({"kind": "eval", **{key: line[key] for key in SCORE_KEYS if key in line}})
+    def score(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Take an evaluation after a step, if `scores` has one."""
+        if scores.get("eval/score") is not None:
+            self._scores.append({"kind": "eval", "step": step, **{k: scores[k] for k in SCORE_KEYS if k in scores}})
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -52,18 +53,17 @@ class Watch:
         return next((finding.warning for finding in self.diagnosis.findings), "")
 
     @property
-    def learns(self) -> bool:
-        """True if a score rose beyond noise, or the task is solved."""
-        found = self.diagnosis
-        return not found.problems and (self._history.rises or any(each.rule == "solved" for each in found.findings))
+    def stands_still(self) -> bool:
+        """True if steps were made and no score rose beyond noise, unless the task is solved."""
+        run = self._history
+        return bool(run.lines) and not (run.rises or any(each.rule == "solved" for each in diagnose(run).findings))
 
     @property
     def _history(self) -> History:
         return History([*self._steps, *self._scores], self._config)
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        if line.get("eval/score") is not None:
-            self.score(line)
+        self.score(line["step"], line)
         if line["kind"] in ("rl", "fit"):
             self._steps.append({key: value for key, value in line.items() if not key.startswith("eval/")})
 
