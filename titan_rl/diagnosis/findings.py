@@ -27,9 +27,12 @@ class Change:
         section, _, name = key.partition(".")
         return cls(key, proposed, getattr(getattr(config, section), name))
 
+    @property
+    def in_words(self) -> bool:
+        return isinstance(self.proposed, str) and " " in self.proposed
+
     def __str__(self) -> str:
-        words = isinstance(self.proposed, str) and " " in self.proposed
-        text = f"{self.key}: {self.proposed}" if words else f"{self.key} = {shown(self.proposed)}"
+        text = f"{self.key}: {self.proposed}" if self.in_words else f"{self.key} = {shown(self.proposed)}"
         return text if self.now in (None, "") else f"{text} (now {shown(self.now)})"
 
 
@@ -53,7 +56,10 @@ class Finding:
     @property
     def warning(self) -> str:
         """Return the finding as one line of a running run."""
-        return f"{self.text}: {self.changes[0]}" if self.changes else self.text
+        if not self.changes:
+            return self.text
+        change = self.changes[0]
+        return f"{self.text}; {'change' if change.in_words else 'try'} {change}"
 
     @property
     def as_json(self) -> dict[str, Any]:

@@ -123,10 +123,15 @@ class History:
 
     @property
     def reward_noise(self) -> float:
-        """Return the noise of one step's mean reward. A step's prompts differ in difficulty, so groups count as
-        independent, and the answers of one group do not. The scatter of the steps tells better once there are some."""
-        spread = max(self["reward/std"].values, default=math.nan) / math.sqrt(self.config.rollout.groups_per_step)
-        return min(spread, max(self.reward.scatter(), spread / 3)) if len(self.reward) > BEFORE else spread
+        """Return the noise of one step's mean reward, from the scatter of the steps once there are some."""
+        most = self.most_reward_noise
+        return min(most, max(self.reward.scatter(), most / 3)) if len(self.reward) > BEFORE else most
+
+    @property
+    def most_reward_noise(self) -> float:
+        """Return an upper bound of that noise. A step's prompts differ in difficulty, so groups count as independent,
+        and the answers of one group do not."""
+        return max(self["reward/std"].values, default=math.nan) / math.sqrt(self.config.rollout.groups_per_step)
 
     @property
     def reward_gain(self) -> tuple[float, float]:
@@ -163,8 +168,8 @@ class Jump:
 
 
 def jumps(series: Series, noise: float) -> list[Jump]:
-    """Return the lasting changes beyond noise, at most one per step: the mean before a step against the one from it on.
-    A change lasts if the later values stay on its side of the middle."""
+    """Return the lasting changes beyond noise: the mean before a step against the one of this step and the two after
+    it. A change lasts if the later values stay on its side of the middle. Of neighbours the clearest counts."""
     found = []
     for i in range(1, len(series)):
         before, after = series.values[max(0, i - BEFORE) : i], series.values[i : i + 3]
@@ -174,4 +179,8 @@ def jumps(series: Series, noise: float) -> list[Jump]:
         later = median(series.values[i:])
         if abs(change) > SIGMAS * error and (later - middle) * change > 0:
             found.append(Jump(series.steps[i], fmean(before), fmean(after), abs(change) / max(error, 1e-12)))
-    return found
+    return [
+        jump
+        for jump in found
+        if not any(other.sigmas > jump.sigmas and abs(other.step - jump.step) <= RECENT for other in found)
+    ]

@@ -34,7 +34,7 @@ def noise_sampling(run: History) -> Finding | None:
     """Answers that are noise: a temperature that is too high, or weights that were never trained."""
     if not len(run["entropy"]):
         return None
-    r, m, entropy = run.config.rollout, run.config.model, fmean(run["entropy"].values[:RECENT])
+    r, m, entropy = run.config.rollout, run.config.model, min(run["entropy"].values[:2])
     limit = NOISE_NATS if m.hf_assets_path else NOISE_ENTROPY * math.log(m.vocab_size)
     first, reward = run["entropy"].steps[0], run.reward.recent()
     same = run.config.task.eval_reward in ("", run.config.task.reward) and not run.config.task.rewards
@@ -53,7 +53,7 @@ def noise_sampling(run: History) -> Finding | None:
             "too, so no other key changes.",
             explains=_FOLLOW_NOISE,
         )
-    if entropy > limit and reward <= HOPELESS and not run.rises:
+    if first <= 2 and entropy > limit and reward <= HOPELESS and not run.rises:
         cold = run.config.cold_start.steps
         change = Change.of(run.config, "cold_start.steps", max(200, 4 * cold))
         if m.hf_assets_path:
@@ -326,7 +326,7 @@ def prompts(run: History) -> Finding | None:
         "prompts",
         f"of {len(often)} prompts with at least {ALWAYS} visits {always} were solved by every answer each time and "
         f"{never} by none ever",
-        facts.first,
+        facts.last,
         facts.last,
         (Change.of(run.config, key, value), Change.of(run.config, "algorithm.dynamic_sampling", True)),
         "Such prompts teach nothing and cost as much as others.",

@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 
 from titan_rl.diagnosis.findings import Change, Finding, moved, number, percent, rounded
-from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, History, Jump, is_number, jumps
+from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, History, Jump, Series, is_number, jumps
 
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
@@ -12,8 +12,9 @@ ENTROPY_JUMP, ENTROPY_FACTOR = 0.5, 2.0  # nats and factor: learning moves the e
 ENTROPY_FALL = 0.2  # of the entropy before
 GRADIENT_JUMP = 3.0  # times the usual norm
 PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
-STILL_STEPS = 20  # steps that are too few to call a score flat
-STILL_ENTROPY = 0.05  # relative change of the entropy below which the policy has hardly moved
+STILL_STEPS = 30  # steps from which on a score can be called flat
+STILL_ENTROPY = 0.08  # relative change of the entropy below which the policy has hardly moved: 30 steps resolve that
+STILL_STD = 0.25  # standard deviations of a reward: with a gain that may be larger, a score is not flat yet
 LOSS_FACTOR = 1.3  # of a supervised loss: noise of batches is below it once SIGMAS are exceeded too
 
 
@@ -81,8 +82,7 @@ def collapse(run: History) -> Finding | None:
 
 def _jump(run: History) -> Jump | None:
     """Return the first lasting drop of the reward, or jump of the entropy without a gain."""
-    std = run.reward_std
-    noise = run.reward_noise
+    std, noise = run.reward_std, run.most_reward_noise
     drops = []
     if math.isfinite(noise):
         drops = [j for j in jumps(run.reward, noise) if j.before - j.after > max(COLLAPSE_STD * std, 1e-9)]
@@ -94,7 +94,7 @@ def _jump(run: History) -> Jump | None:
         falls = each.before > ENTROPY_JUMP / 2 and each.after < ENTROPY_FALL * each.before
         before, after = _around(run, "reward/mean", each.step)
         gains = after > before + 1e-6 and after - before > (GAIN_SIGMAS * noise if falls else 0)
-        if (rises and not gains) or (falls and not gains and after < run.reward.recent(1) + 1e-6 and not run.rises):
+        if (rises and not gains) or (falls and not gains and not run.rises):
             wild.append(each)
     return min([*drops, *wild], key=lambda jump: jump.step, default=None)
 
@@ -137,7 +137,7 @@ def _declines(run: History) -> Finding | None:
     top = max(range(len(means)), key=means.__getitem__)
     drop = means[top] - means[-1]
     # The maximum of many noisy means is too high: by about 2 sigmas of one, for up to a few hundred of them.
-    if drop < max((SIGMAS + 2) * run.reward_noise / math.sqrt(RECENT), COLLAPSE_STD * run.reward_std):
+    if drop < max((SIGMAS + 2) * run.most_reward_noise / math.sqrt(RECENT), COLLAPSE_STD * run.reward_std, 1e-6):
         return None
     step = reward.steps[min(top + RECENT, len(reward) - 1)]
     entropy = run["entropy"]
@@ -234,15 +234,15 @@ def rate_too_small(run: History) -> Finding | None:
         entropy = run["entropy"]
         before, after = entropy.thirds() if len(entropy) > 2 else (math.nan, math.nan)
         kl = run["kl/k3"].recent()
-        still = abs(after - before) <= max(STILL_ENTROPY * before, 2 * entropy.scatter() / math.sqrt(len(entropy) / 3))
-        if not still or kl > 1e-4 or run["frac_reward_zero_std"].recent(STILL_STEPS) > 0.9:
+        still = abs(after - before) + _noise_of_thirds(entropy) <= STILL_ENTROPY * before
+        if not still or not _flat(run) or kl > 1e-4 or run["frac_reward_zero_std"].recent(STILL_STEPS) > 0.9:
             return None
         what = f"reward {number(run.reward.thirds()[0])} -> {number(run.reward.thirds()[1])}, "
         what += moved("entropy", before, after) + (f", KL {number(kl)}" if math.isfinite(kl) else "")
     else:
         loss = run["loss"]
         before, after = loss.thirds()
-        if before - after > max(0.02 * abs(before), 2 * loss.scatter() / math.sqrt(len(loss) / 3)):
+        if abs(before - after) > max(0.02 * abs(before), _noise_of_thirds(loss)):
             return None
         what = moved("loss", before, after)
     change = _rate(run, 10 * max(rates.values))
@@ -262,19 +262,33 @@ def rate_too_small(run: History) -> Finding | None:
 
 def flat(run: History) -> Finding | None:
     """A score that does not rise although the policy changes."""
-    if run.rises or not run.samples or len(run.reward) < STILL_STEPS or run.reward.recent() > 0.95 * _best(run):
+    if not run.samples or len(run.reward) < STILL_STEPS or run.rises or not _flat(run):
+        return None
+    if run.reward.recent() > 0.95 * _best(run):
         return None
     gain, noise = run.reward_gain
     return Finding(
         "flat",
         f"the reward changed by {gain:+.3f} over {len(run.reward)} steps, within noise (a gain above "
         f"{number(GAIN_SIGMAS * noise)} would show)",
-        run.reward.steps[0],
+        run.last,  # a whole run has no first step of it, and any cause comes before it
         run.last,
         (_rate(run, 3 * max(run["lr"].values, default=run.config.optimizer.lr)),
          Change.of(run.config, "rollout.groups_per_step", 2 * run.config.rollout.groups_per_step)),
         "The policy changes, and no better answers follow: read good and bad answers of one prompt next to each other.",
     )  # fmt: skip
+
+
+def _flat(run: History) -> bool:
+    """Return True if the reward may not have gained more than a little, noise included."""
+    gain, _ = run.reward_gain
+    noise = run.most_reward_noise * math.sqrt(2 / max(1, len(run.reward) // 3))
+    return gain + (GAIN_SIGMAS + 1) * noise <= max(STILL_STD * run.reward_std, 1e-9)
+
+
+def _noise_of_thirds(series: Series) -> float:
+    """Return by how much the means of the first and the last third may differ by chance."""
+    return GAIN_SIGMAS * series.scatter() * math.sqrt(2 / max(1, len(series) // 3))
 
 
 def _best(run: History) -> float:

@@ -256,7 +256,7 @@ LEAST_FIRST = ("train", "gen", "age", "length", "gap", "grad", "left", "entropy"
 
 
 def step_cells(step: int, total: int, metrics: Mapping[str, float], left: float) -> list[Cell]:
-    """Return the columns of a step: at most 100 characters for up to 9,999 steps. `left`: seconds to the last step."""
+    """Return the columns of a step: 100 characters for up to 999 steps. `left`: seconds to the last step."""
     narrow = metrics["logprob_gap/mean"] <= GAP_MEAN and metrics["logprob_gap/mult"] <= GAP_MULT  # NaN is not
     score = metrics.get(EVAL_SCORE)
     signal, cut = 1 - metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
@@ -266,15 +266,15 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float], left: float)
         Cell("gen", 6, brief(metrics["time/generate"]), "dim"),
         Cell("train", 6, brief(metrics["time/train"]), "dim"),
         Cell("reward", 8, f"{metrics['reward/mean']:.3f}", "bold"),
-        Cell("held-out", 10, "" if score is None else f"{score:.3f}", "bold green"),
-        Cell("signal", 8, f"{signal:.0%}", "yellow" if signal < FEW_SIGNAL else ""),
-        Cell("length", 8, f"{metrics['completions/mean_length']:.0f}"),
-        Cell("cut", 6, f"{cut:.0%}", "yellow" if cut >= MANY_CUT else ""),
-        Cell("entropy", 9, f"{metrics['entropy']:.3f}"),
+        Cell("held-out", 9, "" if score is None else f"{score:.3f}", "bold green"),
+        Cell("signal", 7, f"{signal:.0%}", "yellow" if signal < FEW_SIGNAL else ""),
+        Cell("length", 7, f"{metrics['completions/mean_length']:.0f}"),
+        Cell("cut", 5, f"{cut:.0%}", "yellow" if cut >= MANY_CUT else ""),
+        Cell("entropy", 8, f"{metrics['entropy']:.3f}"),
         Cell("grad", 8, f"{metrics['grad_norm']:.2g}"),
-        Cell("gap", 9, f"{metrics['logprob_gap/mean']:.1e}", "" if narrow else "yellow"),
+        Cell("gap", 8, f"{metrics['logprob_gap/mean']:.1e}", "" if narrow else "yellow"),
         Cell("age", 5, f"{metrics['policy_age/max']:.0f}"),
-        Cell("left", 8, rough(left)),
+        Cell("left", 7, rough(left)),
     ]
 
 

@@ -124,7 +124,7 @@ def test_a_whole_run_keeps_to_the_terminal_and_its_columns(width: int, tmp_path:
     ends = {len(re.sub(r"\d+ (s|min)$", "", line).rstrip()) for line in table if "/" in line}
     assert len(ends) == 1
     assert [line.split()[:2] for line in table[:2]] == [["step", "seconds"], ["1/300", "3.21"]]
-    assert sum("0.500     0.500" in line for line in table) == 2  # reward, held-out
+    assert sum("0.500    0.500" in line for line in table) == 2  # reward, held-out
     assert any("0.000 before the cold start  →  0.414 before RL  →  0.981 at the end" in line for line in lines)
     assert any(line.split() == ["metrics.jsonl", "tb/"] for line in lines)
     assert any(r"\x1b[31m8\ny" in line for line in lines)
@@ -273,15 +273,15 @@ def test_a_wide_gap_is_yellow(change: dict[str, float], yellow: bool) -> None:
 @pytest.mark.parametrize(
     ("width", "heads"),
     [
-        (120, "step seconds gen reward held-out signal length cut entropy grad gap age left"),
-        (80, "step seconds reward held-out signal cut entropy grad left"),
-        (60, "step seconds reward held-out signal cut entropy"),
+        (120, "step seconds gen train reward held-out signal length cut entropy grad gap age left"),
+        (80, "step seconds reward held-out signal cut entropy grad gap left"),
+        (60, "step seconds reward held-out signal cut entropy left"),
         (30, "step seconds reward"),
     ],
 )
 def test_a_narrow_terminal_leaves_out_whole_columns(width: int, heads: str) -> None:
     terminal, out = live(width)
-    terminal.step(1, 9999, METRICS)
+    terminal.step(1, 300, METRICS)
     shown, values, end = screen(out.getvalue())
     if width >= 60:
         assert shown.split() == heads.split()
