@@ -1,7 +1,6 @@
 """Rules about the rewards and the answers: is there anything to learn from?"""
 
 import math
-from statistics import fmean
 
 from titan_rl.diagnosis.findings import Change, Finding, number, percent
 from titan_rl.diagnosis.history import RECENT, SIGMAS, History
