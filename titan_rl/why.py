@@ -118,10 +118,10 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
     width = min(100, get_terminal_size().columns)
     steps = f"steps {history.lines[0]['step']} to {history.last}" if history.lines else "no step"
     yield f"{run}: {steps}. {progress(history)}"
-    for number, finding in enumerate(diagnosis.findings[:SHOWN], 1):
+    for number, finding in enumerate(diagnosis.problems[:SHOWN], 1):
         yield ""
         yield from _entry(run, number, finding, width)
-    if hidden := diagnosis.findings[SHOWN:]:
+    if hidden := diagnosis.problems[SHOWN:]:
         yield f"\n{len(hidden)} more: {', '.join(each.rule for each in hidden)} (--json has them)"
     if not diagnosis.problems:
         yield ""
@@ -129,7 +129,8 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
         yield from _wrap("   checked  ", ", ".join(diagnosis.checked) or "nothing", width)
         yield from _wrap("   now      ", measured(history) or "no numbers", width)
     yield ""
-    for line in (*notes, *diagnosis.limits):
+    minor = [finding.warning for finding in diagnosis.findings if not finding.problem]
+    for line in (*notes, *minor, *diagnosis.limits):
         yield from _wrap("note: ", line, width)
     yield f"{PAGE} explains symptoms, causes and keys"
 

@@ -8,6 +8,7 @@ from titan_rl.diagnosis.history import RECENT, SIGMAS, History
 CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
 before they end teaches to be short rather than right."""
+CUT_STEPS = 10  # of a run with signal, before cut answers count as a problem
 ALL_CUT = 0.9  # nearly no answer ends
 NOISE_ENTROPY = 0.5  # of ln(vocabulary): a language model that follows its prompt stays far below
 NOISE_NATS = 3.0  # the same where the config does not know the vocabulary
@@ -103,7 +104,9 @@ def truncation(run: History) -> Finding | None:
         names, prompt = facts.cut.names, facts.cut.prompt
         if facts.whole.rewarded and facts.cut.rewarded:
             bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
-    harmless = run.rises or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
+    dead = run["frac_reward_zero_std"].recent() >= DEAD
+    early = len(cut) < CUT_STEPS and not dead  # a pretrained model often learns to be brief in its first steps
+    harmless = run.rises or early or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
     return Finding(
         "truncation",
         f"{percent(share)} of the answers are cut off {limit}, from step {since} on{bad}",

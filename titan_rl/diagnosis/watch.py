@@ -24,12 +24,19 @@ class Watch:
         self._config = config
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._scores: deque[Mapping[str, Any]] = deque(maxlen=SCORES)
+        self._broken = False  # a rule raised
         self._reported: dict[str, int] = {}  # the level of each rule's last warning
 
     def step(self, line: Mapping[str, Any]) -> Sequence[str]:
         """Take the line of a step, and return the warnings that it gives rise to."""
-        self._take(line)
-        return [f"step {line['step']}: {_short(each)}" for each in self.diagnosis.problems if self._is_news(each)]
+        if self._broken:
+            return []
+        try:
+            self._take(line)
+            return [f"step {line['step']}: {_short(each)}" for each in self.diagnosis.problems if self._is_news(each)]
+        except Exception as error:  # a bug in a rule must not end a run of days
+            self._broken = True
+            return [f"step {line['step']}: a rule of titan_rl.diagnosis failed and warns no more: {error!r}"]
 
     def restart(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Begin again with the lines up to where the run resumed or rewound to. Warnings are not repeated."""
@@ -45,7 +52,7 @@ class Watch:
 
     @property
     def diagnosis(self) -> Diagnosis:
-        return diagnose(self._history)
+        return Diagnosis((), ()) if self._broken else diagnose(self._history)
 
     @property
     def cause(self) -> str:
@@ -56,7 +63,7 @@ class Watch:
     def stands_still(self) -> bool:
         """True if steps were made and no score rose beyond noise, unless the task is solved."""
         run = self._history
-        return bool(run.lines) and not (run.rises or any(each.rule == "solved" for each in diagnose(run).findings))
+        return bool(run.lines) and not (run.rises or any(each.rule == "solved" for each in self.diagnosis.findings))
 
     @property
     def _history(self) -> History:

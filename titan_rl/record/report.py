@@ -7,7 +7,6 @@ the next step as trained, and before a checkpoint that counts them.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -53,7 +52,7 @@ class Report(SelfClosing):
     def ready(self, step: int, bad_rows: int = 0) -> None:
         """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
         self._log.startup(step, self._clock.lap()["wall"], bad_rows)
-        self._watch.restart(deque(known_lines(self._folder / "metrics.jsonl"), maxlen=2 * WINDOW))
+        self._watch.restart(known_lines(self._folder / "metrics.jsonl", last=2 * WINDOW))
 
     @contextmanager
     def fitting(self, name: str, start: int, last: int) -> Iterator[None]:

@@ -67,6 +67,9 @@ HEALTHY: dict[str, Callable[[int], tuple[list[Line], Config]]] = {
     "a tiny Llama that gets sure": lambda seed: (
         metrics(140, GRPO, seed=seed, reward=ramp(0.55, 0.97), entropy=ramp(0.25, 0.03), dead=ramp(0.3, 0.9),
                 score=ramp(0.7, 0.98), problems=256, every=10), GRPO),
+    "SmolLM2, most answers cut off at first": lambda seed: (
+        metrics(16, SMOL, seed=seed, reward=ramp(0.1, 0.85), score=ramp(0.1, 0.8),
+                change=lambda n, line: {"completions/clipped_ratio": max(0.05, 0.78 - 0.02 * n)}), SMOL),
     "two steps of lag in bfloat16": lambda seed: (
         metrics(60, GRPO, seed=seed, change=lambda n, line: {
             "policy_age/mean": 1.6, "policy_age/max": 2.0, "off_policy/ess": 0.93, "clip_ratio/high": 0.02,
@@ -155,6 +158,12 @@ def test_truncation_from_the_start_is_the_cause_of_no_signal(more: Line, cfg: Co
     assert len(diagnosis.problems) == 1
     assert "too_hard" in [effect.rule for effect in diagnosis.problems[0].effects]
     assert [step for step, _ in warned(lines, cfg)] == [3]
+
+
+def test_truncation_of_a_run_with_signal_is_a_problem_once_it_does_not_learn() -> None:
+    lines = metrics(30, GRPO, reward=ramp(0.16, 0.1), change=lambda step, line: {"completions/clipped_ratio": 0.88})
+    assert first(found(lines, GRPO)) == ("truncation", "rollout.max_new_tokens")
+    assert [step for step, _ in warned(lines, GRPO)] == [10]
 
 
 def test_truncation_of_a_run_that_learns_all_the_same_is_a_note() -> None:
@@ -366,6 +375,17 @@ def test_every_missing_key_alone_is_survived() -> None:
     for missing in lines[-1].keys() - {"kind", "step", "time"}:
         found([{key: value for key, value in line.items() if key != missing} for line in lines], GRPO)
         found([{**line, missing: None} for line in lines], GRPO)
+
+
+def test_a_rule_that_fails_is_one_warning_and_no_error() -> None:
+    watch = Watch(GRPO)
+    lines = metrics(5, GRPO, change=lambda step, line: {"completions/max_length": "long"} if step > 2 else {})
+    watch.restart(lines[:3])
+    broken = [{**line, "entropy": math.nan, "step": "four"} for line in lines[3:]]
+    warnings = [text for line in broken for text in watch.step(line)]
+    assert len(warnings) == 1
+    assert "a rule of titan_rl.diagnosis failed and warns no more: " in warnings[0]
+    assert watch.cause == ""
 
 
 def test_a_resumed_run_begins_with_the_lines_before_and_repeats_no_warning() -> None:
