@@ -29,6 +29,7 @@ from titan_rl.record.terminal import visible
 from titan_rl.wire.program import DONE, USAGE, enter
 
 SHOWN = 5  # causes
+MOST_CHARACTERS = 2000  # of one entry
 MOST_BYTES = 2**29  # of rollouts that are read: about 10 s. Of a larger file, the last steps
 
 
@@ -138,20 +139,21 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
 def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
     yield from _wrap(f"{number}. ", finding.text, width)
     for place, change in enumerate(finding.changes):
-        yield from _wrap("   change  " if not place else "   or      ", visible(str(change), 400), width)
+        yield from _wrap("   change  " if not place else "   or      ", str(change), width)
     if finding.advice:
         yield from _wrap("   why     ", finding.advice.replace("RUN", str(run)), width)
     if finding.samples:
-        yield from _wrap("   read    ", "; ".join(finding.samples), width)
+        yield f"   read    {'; '.join(finding.samples)}"
         yield f"           python -m titan_rl.look {run} --prompt {finding.prompt}"
     for effect in finding.effects:
         yield from _wrap("   effect  ", effect.text, width)
 
 
 def _wrap(head: str, text: str, width: int) -> list[str]:
+    """Wrap a text behind `head`. It may hold errors of the user's code, which must not reach the terminal raw."""
     indent = " " * min(len(head), 11)
     return textwrap.wrap(
-        text,
+        visible(text, MOST_CHARACTERS),
         width,
         initial_indent=head,
         subsequent_indent=indent,

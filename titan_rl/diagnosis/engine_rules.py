@@ -9,6 +9,8 @@ from titan_rl.diagnosis.history import RECENT, History
 
 GAP_MULT = 1.05  # mean exp(|gap|), as metric_docs.py has it: above it more than rounding differs
 GAP_MEAN = 0.05  # nats: bfloat16 in both engines gives about 0.01
+LAG_MULT, LAG_MEAN = 1.4, 0.3
+"""The same with a lag: the policy's own change is in the gap then, and clip and correction are there for it."""
 FEW_TOKENS = 100.0  # times the mean gap: a largest gap above it comes from few tokens
 ESS = 0.5  # share of the tokens that the weights of the correction leave
 CLIPPED = 0.2  # share of the tokens on which the clip acts: a healthy step clips a few percent
@@ -29,12 +31,13 @@ def gap(run: History) -> Finding | None:
     """Trainers and generators that disagree on the log-probs of the same tokens."""
     mult, mean = run["logprob_gap/mult"], run["logprob_gap/mean"]
     lost = sum("logprob_gap/mean" in line and line["logprob_gap/mean"] is None for line in run.lines[-RECENT:])
-    if not len(mean) or (mult.recent() <= GAP_MULT and mean.recent() <= GAP_MEAN and not lost):
-        return None
-    since = mean.since(lambda value: value > GAP_MEAN / 2)
-    if len(mult):
-        since = min(since, mult.since(lambda value: value > 1 + (GAP_MULT - 1) / 2))
     config, age = run.config, run["policy_age/mean"].recent()
+    most_mult, most_mean = (LAG_MULT, LAG_MEAN) if age > 0 else (GAP_MULT, GAP_MEAN)
+    if not len(mean) or (not mult.recent() > most_mult and mean.recent() <= most_mean and not lost):
+        return None
+    since = mean.since(lambda value: value > most_mean / 2)
+    if len(mult):
+        since = min(since, mult.since(lambda value: value > (1 + most_mult) / 2))
     most = run["logprob_gap/max"].recent(1)
     few = (
         f"few tokens differ much (largest {number(most)})"

@@ -55,9 +55,19 @@ class Series:
         return 1.4826 * median(differences) / math.sqrt(2) if differences else math.inf  # 1.4826: sigma of a normal
 
     def thirds(self) -> tuple[float, float]:
-        """Return the means of the first and the last third."""
+        """Return the means of the first and the last third; NaN if there is no value."""
         third = max(1, len(self.values) // 3)
-        return fmean(self.values[:third]), fmean(self.values[-third:])
+        return (fmean(self.values[:third]), fmean(self.values[-third:])) if self.values else (math.nan, math.nan)
+
+    @property
+    def gain(self) -> float:
+        before, after = self.thirds()
+        return after - before
+
+    @property
+    def gain_noise(self) -> float:
+        """Return the standard error of the gain."""
+        return self.scatter() * math.sqrt(2 / max(1, len(self) // 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +153,12 @@ class History:
 
     @property
     def rises(self) -> bool:
-        """True if the reward or the held-out score rose beyond noise, and ends near its best."""
-        gain, noise = self.reward_gain
-        learnt = len(self.reward) >= 6 and gain > max(GAIN_SIGMAS * noise, 1e-6)
+        """True if the reward or the held-out score rose beyond noise, or the loss on given data fell."""
+        if self.samples:
+            gain, noise = self.reward_gain
+        else:
+            gain, noise = -self["loss"].gain, self["loss"].gain_noise
+        learnt = len(self.lines) >= 6 and gain > max(GAIN_SIGMAS * noise, 1e-6)
         if len(self.scores) > 1:
             first, now = self.scores[0], self.scores[-1]
             error = math.hypot(first.error, now.error)

@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 
 from titan_rl.diagnosis.findings import Change, Finding, moved, number, percent, rounded
-from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, History, Jump, Series, is_number, jumps
+from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, History, Jump, is_number, jumps
 
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
@@ -15,6 +15,7 @@ PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
 STILL_STEPS = 30  # steps from which on a score can be called flat
 STILL_ENTROPY = 0.08  # relative change of the entropy below which the policy has hardly moved: 30 steps resolve that
 STILL_STD = 0.25  # standard deviations of a reward: with a gain that may be larger, a score is not flat yet
+LEAST_RATE = 1e-6  # the lowest that recipes of RL for language models use
 LOSS_FACTOR = 1.3  # of a supervised loss: noise of batches is below it once SIGMAS are exceeded too
 
 
@@ -205,8 +206,8 @@ def overfit(run: History) -> Finding | None:
             "opinion; eval.keep_best keeps the weights of the best score."
         )
     else:
-        before, after = run["loss"].thirds() if len(run["loss"]) > 2 else (0.0, 0.0)
-        if after > before:
+        before, after = run["loss"].thirds()
+        if not after < before:
             return None
         how = f"the loss fell {number(before)} -> {number(after)}"
         changes = (Change.of(run.config, "training.steps", best.step),)
@@ -232,9 +233,9 @@ def rate_too_small(run: History) -> Finding | None:
     late = run.config.lr_scheduler.warmup_steps > len(rates) and max(rates.values) < 0.5 * run.config.optimizer.lr
     if run.samples:
         entropy = run["entropy"]
-        before, after = entropy.thirds() if len(entropy) > 2 else (math.nan, math.nan)
+        before, after = entropy.thirds()
         kl = run["kl/k3"].recent()
-        still = abs(after - before) + _noise_of_thirds(entropy) <= STILL_ENTROPY * before
+        still = abs(after - before) + GAIN_SIGMAS * entropy.gain_noise <= STILL_ENTROPY * before
         if not still or not _flat(run) or kl > 1e-4 or run["frac_reward_zero_std"].recent(STILL_STEPS) > 0.9:
             return None
         what = f"reward {number(run.reward.thirds()[0])} -> {number(run.reward.thirds()[1])}, "
@@ -242,10 +243,10 @@ def rate_too_small(run: History) -> Finding | None:
     else:
         loss = run["loss"]
         before, after = loss.thirds()
-        if abs(before - after) > max(0.02 * abs(before), _noise_of_thirds(loss)):
+        if abs(before - after) > max(0.02 * abs(before), GAIN_SIGMAS * loss.gain_noise):
             return None
         what = moved("loss", before, after)
-    change = _rate(run, 10 * max(rates.values))
+    change = _rate(run, max(10 * max(rates.values), LEAST_RATE))
     if late:
         change = Change.of(run.config, "lr_scheduler.warmup_steps", max(1, len(rates) // 20))
     return Finding(
@@ -284,11 +285,6 @@ def _flat(run: History) -> bool:
     gain, _ = run.reward_gain
     noise = run.most_reward_noise * math.sqrt(2 / max(1, len(run.reward) // 3))
     return gain + (GAIN_SIGMAS + 1) * noise <= max(STILL_STD * run.reward_std, 1e-9)
-
-
-def _noise_of_thirds(series: Series) -> float:
-    """Return by how much the means of the first and the last third may differ by chance."""
-    return GAIN_SIGMAS * series.scatter() * math.sqrt(2 / max(1, len(series) // 3))
 
 
 def _best(run: History) -> float:

@@ -74,6 +74,10 @@ HEALTHY: dict[str, Callable[[int], tuple[list[Line], Config]]] = {
         metrics(60, GRPO, seed=seed, change=lambda n, line: {
             "policy_age/mean": 1.6, "policy_age/max": 2.0, "off_policy/ess": 0.93, "clip_ratio/high": 0.02,
             "logprob_gap/mean": 0.014, "logprob_gap/mult": 1.015, "logprob_gap/max": 2.1}), GRPO),
+    "a lag of one step at a high rate": lambda seed: (
+        metrics(60, GRPO, seed=seed, change=lambda n, line: {
+            "policy_age/mean": 0.73, "policy_age/max": 1.0, "clip_ratio/high": 0.006, "logprob_gap/mean": 0.037,
+            "logprob_gap/mult": 1.06, "logprob_gap/max": 1.5}), GRPO),
     "a slow, large model that rises late": lambda seed: (
         metrics(40, SMOL, seed=seed, reward=lambda share: 0.3 + 0.3 * max(0.0, share - 0.4)), SMOL),
 }  # fmt: skip
@@ -296,7 +300,7 @@ def test_a_rate_that_changes_nothing_is_too_small() -> None:
     lines = metrics(60, cfg, reward=ramp(0.4, 0.4), entropy=ramp(0.5, 0.5))
     diagnosis = found(lines, cfg)
     assert first(diagnosis) == ("rate_too_small", "optimizer.lr")
-    assert diagnosis.problems[0].changes[0].proposed == pytest.approx(1e-8)
+    assert diagnosis.problems[0].changes[0].proposed == pytest.approx(1e-6)
     assert warned(lines, cfg)
 
 
