@@ -85,7 +85,7 @@ HEALTHY: dict[str, Callable[[int], tuple[list[Line], Config]]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_get_no_word(name: str) -> None:
-    for seed in range(40):
+    for seed in range(12):
         lines, cfg = HEALTHY[name](seed)
         assert [(seed, finding.text) for finding in found(lines, cfg).problems] == []
         assert [(seed, *warning) for warning in warned(lines, cfg)] == []
