@@ -73,7 +73,7 @@ class Controller:
         configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
-        self.health = Health(run.config, run.terminal.warn)
+        self.health = Health(run.config, run.terminal.warn, run.report.cause)
         self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)

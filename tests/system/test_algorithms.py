@@ -13,6 +13,7 @@ from support.running import Run, Runs
 from titan_rl.tasks.prompts import judged
 from titan_rl.tasks.task import addition
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.why import main as why
 from titan_rl.wire.types import Prompt
 
 STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}
@@ -149,12 +150,22 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
     assert reward_model.summary()["final_eval"] == right / 16
 
 
-def test_without_a_signal_a_run_stops_and_says_why(runs: Runs, tmp_path: Path) -> None:
+def test_without_a_signal_a_run_stops_and_says_why(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = runs.start(tmp_path / "run", training__steps=50, algorithm__max_dead_steps=3, cold_start__steps=0)
     out = run.finish()
     assert run.code == 1, out
     assert "3 steps in a row had no learning signal" in out
     assert "algorithm.max_dead_steps" in out
+    assert "The answers are noise: entropy" in out  # its weights are random
+    assert "cold_start.steps = 200 (now 0)" in out
+    assert f"python -m titan_rl.why {run.folder}" in out
+    assert why([str(run.folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cause"] == "noise_sampling"
+    assert {effect["rule"] for effect in report["findings"][0]["effects"]} >= {"too_hard"}
+    assert len([finding for finding in report["findings"] if finding["severity"] == "problem"]) == 1
     assert (run.folder / "checkpoint" / "step-3" / ".metadata").exists()
     assert not run.processes()
 

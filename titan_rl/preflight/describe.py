@@ -47,7 +47,9 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
-    facts.append(("set to", main_keys(config)))
+    facts.append(("rate", rates(config)))
+    if config.samples_rollouts:
+        facts.append(("sampling", sampling(config)))
     if autos := [f"{key} {as_text(now)}" for key, _, now in differences(setup.given, setup.resolved)]:
         facts.append(("auto", ", ".join(autos)))
     rows = setup.resolved.training.local_batch_size
@@ -111,16 +113,39 @@ def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:
     return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if not key.startswith("job.")]
 
 
-def main_keys(config: Config) -> str:
-    """Describe the keys that users tune most often and that no other row has."""
+def rates(config: Config) -> str:
+    """Describe the learning rates and their schedule."""
+    parts = []
+    if config.cold_start.steps:
+        parts.append(f"cold_start.lr {config.cold_start.lr:g}")
+    if config.training.steps:
+        parts.append(f"optimizer.lr {config.optimizer.lr:g}, {schedule(config)}")
+        if config.algorithm.needs_critic:
+            parts.append(f"critic.lr {config.critic.lr:g}")
+    return "; ".join(parts)
+
+
+def schedule(config: Config) -> str:
+    s, steps = config.lr_scheduler, config.training.steps
+    parts = [f"{s.warmup_steps} warm-up steps"] if s.warmup_steps else []
+    if s.decay_ratio:
+        to = f"{s.min_lr_factor * config.optimizer.lr:g}"
+        parts.append(f"{s.decay_type} decay to {to} over the last {round(s.decay_ratio * steps)} of {steps} steps")
+    else:
+        parts.append("then constant" if parts else "constant")
+    return ", ".join(parts)
+
+
+def sampling(config: Config) -> str:
+    """Describe the keys of sampling, and those that bound the policy's moves."""
     a, r = config.algorithm, config.rollout
-    parts = [f"optimizer.lr {config.optimizer.lr:g}"] if config.training.steps else []
-    parts += [f"cold_start.lr {config.cold_start.lr:g}"] if config.cold_start.steps else []
-    if a.kind == "rl":
-        parts += [f"algorithm.kl_coef {a.kl_coef:g}", f"rollout.temperature {r.temperature:g}"]
-    if config.samples_rollouts:
-        parts.append(f"rollout.max_new_tokens {r.max_new_tokens}")
-    return ", ".join([*parts, f"training.seq_len {config.training.seq_len}"])
+    parts = [("rollout.temperature", r.temperature, None), ("rollout.top_p", r.top_p, 1), ("rollout.top_k", r.top_k, 0)]
+    parts += [("rollout.min_p", r.min_p, 0), ("rollout.max_new_tokens", r.max_new_tokens, None)]
+    parts += [("algorithm.clip_low", a.clip_low, None), ("algorithm.clip_high", a.clip_high, None)]
+    parts += [("algorithm.kl_coef", a.kl_coef, None), ("algorithm.entropy_coef", a.entropy_coef, 0)]
+    if a.kind != "rl":
+        parts = parts[4:5]
+    return ", ".join(f"{key} {value:g}" for key, value, off in parts if value != off)
 
 
 def on_gpu(config: Config) -> str:

@@ -7,7 +7,7 @@ the next step as trained, and before a checkpoint that counts them.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from titan_rl.config.sections import Config
+from titan_rl.diagnosis.findings import PAGE, command
+from titan_rl.diagnosis.watch import WINDOW, Watch
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
-from titan_rl.record.run_log import TENSORBOARD, RunLog
-from titan_rl.record.summary import summarize
+from titan_rl.record.run_log import TENSORBOARD, Kind, RunLog
+from titan_rl.record.summary import known_lines, summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
@@ -41,6 +43,7 @@ class Report(SelfClosing):
         self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
         self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
+        self._watch = Watch(config)
         self._groups: Sequence[Group] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="report")
         self._unwritten: Callable[[], Written] | None = None  # writes the last step
@@ -49,6 +52,7 @@ class Report(SelfClosing):
     def ready(self, step: int, bad_rows: int = 0) -> None:
         """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
         self._log.startup(step, self._clock.lap()["wall"], bad_rows)
+        self._watch.restart(known_lines(self._folder / "metrics.jsonl", last=2 * WINDOW))
 
     @contextmanager
     def fitting(self, name: str, start: int, last: int) -> Iterator[None]:
@@ -61,9 +65,11 @@ class Report(SelfClosing):
 
     def fitted(self, step: int, stats: StepStats, evaluations: Sequence[Evaluation]) -> None:
         self._log.evaluations(step, evaluations)
-        self._log.fit(step, fit_metrics(stats, self._clock.lap(), scores=metrics_of(evaluations)))
+        metrics = fit_metrics(stats, self._clock.lap(), scores=metrics_of(evaluations))
+        self._log.fit(step, metrics)
         self._advance(f"loss {stats.loss:.3f}")
         self._show(f"at step {step}", evaluations)
+        self._warn("fit", step, metrics)
 
     def step(
         self,
@@ -93,6 +99,7 @@ class Report(SelfClosing):
             checksums = self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
             self._terminal.step(step, self._config.training.steps, metrics)
             self._show(f"at step {step}", [each for each in evaluations if each.name])  # the step's line has the other
+            self._warn("rl", step, metrics)
             return step, *checksums
 
         self._unwritten = write
@@ -125,6 +132,15 @@ class Report(SelfClosing):
         if self._lines is not None:
             self._lines.result()
 
+    def cause(self) -> str:
+        """Return why the steps so far taught nothing, as far as their metrics show it, or ""."""
+        self._finish()
+        return self._watch.cause
+
+    def _warn(self, kind: Kind, step: int, metrics: Mapping[str, float]) -> None:
+        for warning in self._watch.step({"kind": kind, "step": step, **metrics}):
+            self._terminal.warn(warning)
+
     def _advance(self, note: str) -> None:
         assert self._progress is not None
         self._progress.advance(note=note)
@@ -137,7 +153,9 @@ class Report(SelfClosing):
     def eval(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         """Report an evaluation outside of this process's steps: at the start, or when no step is left to train."""
         self._log.evaluations(step, evaluations)
-        self._log.eval(step, metrics_of(evaluations), self._clock.lap().get("eval", 0.0))
+        scores = metrics_of(evaluations)
+        self._log.eval(step, scores, self._clock.lap().get("eval", 0.0))
+        self._watch.score(step, scores)
         self._show(f"at step {step}", evaluations)
 
     def _show(self, when: str, evaluations: Sequence[Evaluation]) -> None:
@@ -157,4 +175,6 @@ class Report(SelfClosing):
             metrics = self._config.metrics
             tensorboard = f"tensorboard --logdir {self._folder / TENSORBOARD}"
             hints = [tensorboard] if metrics.enable_tensorboard else []
+            if self._watch.stands_still:
+                hints.append(f"{command(self._folder)}  (no progress: {PAGE})")
             self._terminal.summary(summary, rollouts, self._folder, hints)

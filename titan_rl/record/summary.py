@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,9 +54,9 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     }
 
 
-def known_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, without damaged lines and lines of an unknown kind."""
-    for line in whole_lines(path):
+def known_lines(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl, or its `last` ones, without damaged lines and lines of an unknown kind."""
+    for line in whole_lines(path) if last is None else deque(whole_lines(path), last):
         with suppress(ValueError):
             found = json.loads(line)
             if isinstance(found, dict) and found.get("kind") in get_args(Kind) and "time" in found:

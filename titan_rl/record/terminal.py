@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,8 @@ REFRESH = 0.1  # seconds between two drawings of the status line
 REMIND = 30.0  # seconds between two plain lines that name the running work
 ERASE_BELOW = "\x1b[J"
 DOWN, UP = "\n\n", "\x1b[2A\r"  # one empty line and one more: a warning of two lines, the usual kind, fits
+STEP_WIDTH = 100
+FEW_SIGNAL, MANY_CUT = 0.05, 0.3  # shares of groups with signal and of answers cut off, as titan_rl/diagnosis has them
 GAP_MEAN, GAP_MULT = 1e-2, 1.05  # above these, trainer and generator disagree more than rounding explains
 
 DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # nested phases of each asyncio task
@@ -100,6 +103,7 @@ class Terminal:
         self._idle = threading.Event()
         self._spinner = Spinner("dots")
         self._steps = 0
+        self._step_times: deque[tuple[int, float]] = deque(maxlen=HEADER_EVERY)  # steps and when they were reported
         self._reported: set[str] = set()
 
     def plan(self, plan: RunPlan) -> None:
@@ -119,8 +123,12 @@ class Terminal:
             yield Progress(self, activity)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Print one line of columns, cropped at the edge of a narrow terminal instead of wrapped."""
-        cells = step_cells(step, total, metrics)
+        """Print one line of the columns that fit."""
+        now = time.monotonic()
+        self._step_times.append((step, now))
+        (first, began), made = self._step_times[0], len(self._step_times) > 1
+        each = (now - began) / max(1, step - first) if made else metrics["time/step"]
+        cells = fitting(step_cells(step, total, metrics, left=each * (total - step)), self._console.width)
         lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
         if self._steps % HEADER_EVERY == 0:
             lines.insert(0, Text("".join(f"{cell.head:>{cell.width}}" for cell in cells), "dim"))
@@ -243,26 +251,40 @@ class Cell(NamedTuple):
     style: str = ""
 
 
-def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
-    """Return the columns of a step: at most 100 characters for up to 9,999 steps."""
+LEAST_FIRST = ("train", "gen", "age", "length", "gap", "grad", "left", "entropy", "signal", "cut")
+"""Columns that a narrow terminal leaves out, in this order. metrics.jsonl has all of them."""
+
+
+def step_cells(step: int, total: int, metrics: Mapping[str, float], left: float) -> list[Cell]:
+    """Return the columns of a step: 100 characters for up to 999 steps. `left`: seconds to the last step."""
     narrow = metrics["logprob_gap/mean"] <= GAP_MEAN and metrics["logprob_gap/mult"] <= GAP_MULT  # NaN is not
-    gap_style = "" if narrow else "yellow"
     score = metrics.get(EVAL_SCORE)
+    signal, cut = 1 - metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
     return [
         Cell("step", max(8, 2 * len(str(total)) + 2), f"{step}/{total}"),
-        Cell("seconds", 9, brief(metrics["time/step"])),
-        Cell("gen", 7, brief(metrics["time/generate"]), "dim"),
-        Cell("train", 7, brief(metrics["time/train"]), "dim"),
-        Cell("sync", 6, brief(metrics["time/sync"]), "dim"),
-        Cell("wait", 6, brief(metrics["time/wait"]), "dim"),
+        Cell("seconds", 8, brief(metrics["time/step"])),
+        Cell("gen", 6, brief(metrics["time/generate"]), "dim"),
+        Cell("train", 6, brief(metrics["time/train"]), "dim"),
         Cell("reward", 8, f"{metrics['reward/mean']:.3f}", "bold"),
-        Cell("held-out", 10, "" if score is None else f"{score:.3f}", "bold green"),
-        Cell("entropy", 9, f"{metrics['entropy']:.3f}"),
-        Cell("gap mean", 10, f"{metrics['logprob_gap/mean']:.1e}", gap_style),
-        Cell("max", 9, f"{metrics['logprob_gap/max']:.1e}", gap_style),
-        Cell("age", 4, f"{metrics['policy_age/max']:.0f}"),
-        Cell("tok/s", 7, f"{metrics['throughput/tokens_per_second']:.0f}"),
+        Cell("held-out", 9, "" if score is None else f"{score:.3f}", "bold green"),
+        Cell("signal", 7, f"{signal:.0%}", "yellow" if signal < FEW_SIGNAL else ""),
+        Cell("length", 7, f"{metrics['completions/mean_length']:.0f}"),
+        Cell("cut", 5, f"{cut:.0%}", "yellow" if cut >= MANY_CUT else ""),
+        Cell("entropy", 8, f"{metrics['entropy']:.3f}"),
+        Cell("grad", 8, f"{metrics['grad_norm']:.2g}"),
+        Cell("gap", 8, f"{metrics['logprob_gap/mean']:.1e}", "" if narrow else "yellow"),
+        Cell("age", 5, f"{metrics['policy_age/max']:.0f}"),
+        Cell("left", 7, rough(left)),
     ]
+
+
+def fitting(cells: Sequence[Cell], width: int) -> list[Cell]:
+    """Return the columns that fit into `width` and into 100 characters, without those that matter least."""
+    shown = list(cells)
+    for name in LEAST_FIRST:
+        if sum(cell.width for cell in shown) > min(width, STEP_WIDTH):
+            shown = [cell for cell in shown if cell.head != name]
+    return shown
 
 
 def scores(summary: Mapping[str, Any]) -> Text:
@@ -328,6 +350,14 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def rough(seconds: float) -> str:
+    """Format the time left in at most six characters."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h" if minutes < 6000 else f"{minutes // 1440} d"
 
 
 def open_console(file: TextIO) -> Console:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.batch.experience import dead
 from titan_rl.config.sections import Config
+from titan_rl.diagnosis.findings import PAGE, command
 from titan_rl.train.stragglers import STRAGGLER_FACTOR, STRAGGLER_STEPS, Stragglers
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.reports import EngineStats, StepStats
@@ -31,8 +32,10 @@ class Ruined(RunError):
 
 
 class Health:
-    def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    def __init__(self, config: Config, warn: Callable[[str], None], cause: Callable[[], str] = str) -> None:
+        """`cause` returns why the steps so far taught nothing, or ""."""
+        self._warn, self._cause = warn, cause
+        self._folder = config.job.dump_folder
         self._ranks = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._replicas = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
@@ -76,11 +79,12 @@ class Health:
         if 0 < self._most_bad <= self._bad:
             return self._bad_steps(step, finite_loss, phase)
         if 0 < self._most_dead <= self._dead:
+            cause = self._cause() or "the metrics do not show why"
             return RunError(
                 f"{self._dead} steps in a row had no learning signal: the rewards within every group were equal",
-                f"The last step's first group: {groups[0].rewards}. The task may be solved, too hard, or its reward "
-                "constant. A checkpoint was saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces "
-                "such groups.",
+                f"{cause[0].upper()}{cause[1:]}. The last step's first group: {groups[0].rewards}. A checkpoint was "
+                "saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces such groups. "
+                f"`{command(self._folder)}` names samples; {PAGE} has the causes.",
             )
         return None
 

@@ -77,7 +77,7 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
     assert main(["--config", name, "--dry-run", *flags]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     hosts = load(find(name)).hosts.number
-    expected += ["optimizer.lr 1e-06, algorithm.kl_coef 0, rollout.temperature 1, rollout.max_new_tokens 1024"]
+    expected += ["optimizer.lr 1e-06", "rollout.temperature 1, rollout.max_new_tokens 1024, algorithm.clip_low 0.2"]
     expected += ["generator.dtype bfloat16", "generator.enforce_eager false", "async_mode async_with_pinned_mem"]
     expected += ["GiB by estimate", "concurrency", "staged weights", f"{hosts} hosts" if hosts > 1 else "another host"]
     assert [text for text in expected if text not in out] == []

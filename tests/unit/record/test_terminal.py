@@ -34,7 +34,8 @@ PLAN = RunPlan(
 METRICS = {
     "time/step": 3.21, "time/generate": 1.9, "time/train": 0.93, "time/sync": 0.21, "time/wait": 0.17,
     "reward/mean": 0.5, "entropy": 0.84, "logprob_gap/mean": 1.2e-7, "logprob_gap/max": 2.4e-6, "logprob_gap/mult": 1.0,
-    "policy_age/max": 0.0, "throughput/tokens_per_second": 1843.2,
+    "policy_age/max": 0.0, "frac_reward_zero_std": 0.25, "completions/clipped_ratio": 0.02,
+    "completions/mean_length": 41.7, "grad_norm": 0.38,
 }  # fmt: skip
 SUMMARY = {
     "steps": 300, "wall_seconds": 312.2, "cold_start_eval": 0.0, "initial_eval": 0.414, "final_eval": 0.981,
@@ -120,9 +121,10 @@ def test_a_whole_run_keeps_to_the_terminal_and_its_columns(width: int, tmp_path:
     assert max(map(len, lines)) <= width
     table = [line for line in lines if re.match(r" +(\d+/300|step) ", line)]
     assert len(table) == 25 + 2  # a header every 20 steps
-    assert len({len(line) for line in table}) == 1
+    ends = {len(re.sub(r"\d+ (s|min)$", "", line).rstrip()) for line in table if "/" in line}
+    assert len(ends) == 1
     assert [line.split()[:2] for line in table[:2]] == [["step", "seconds"], ["1/300", "3.21"]]
-    assert sum("0.500     0.500" in line for line in table) == 2  # reward, held-out
+    assert sum("0.500    0.500" in line for line in table) == 2  # reward, held-out
     assert any("0.000 before the cold start  →  0.414 before RL  →  0.981 at the end" in line for line in lines)
     assert any(line.split() == ["metrics.jsonl", "tb/"] for line in lines)
     assert any(r"\x1b[31m8\ny" in line for line in lines)
@@ -268,13 +270,35 @@ def test_a_wide_gap_is_yellow(change: dict[str, float], yellow: bool) -> None:
     assert ("\x1b[33m" in out.getvalue()) == yellow
 
 
-def test_a_narrow_terminal_cuts_columns_and_never_wraps() -> None:
-    terminal, out = live(width=60)
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (120, "step seconds gen train reward held-out signal length cut entropy grad gap age left"),
+        (80, "step seconds reward held-out signal cut entropy grad gap left"),
+        (60, "step seconds reward held-out signal cut entropy left"),
+        (30, "step seconds reward"),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_whole_columns(width: int, heads: str) -> None:
+    terminal, out = live(width)
     terminal.step(1, 300, METRICS)
-    heads, values, end = screen(out.getvalue())
-    assert heads.endswith("reward  held-ou")
-    assert values.endswith("0.500")
+    shown, values, end = screen(out.getvalue())
+    if width >= 60:
+        assert shown.split() == heads.split()
+    assert len(values) <= min(width, 100)
+    assert len(shown) <= min(width, 100)
     assert end == ""
+
+
+def test_a_step_shows_signal_cut_length_gradient_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((100.0, 130.0))
+    terminal, out = live(100)
+    monkeypatch.setattr("titan_rl.record.terminal.time.monotonic", lambda: next(clock))
+    terminal.step(1, 300, METRICS)
+    terminal.step(2, 300, METRICS | {"frac_reward_zero_std": 1.0})
+    _, first, second, _ = screen(out.getvalue())
+    assert first.split()[-9:] == ["75%", "42", "2%", "0.840", "0.38", "1.2e-07", "0", "16", "min"]
+    assert second.split()[-9:] == ["0%", "42", "2%", "0.840", "0.38", "1.2e-07", "0", "2", "h"]
 
 
 @pytest.mark.parametrize(

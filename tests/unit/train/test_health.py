@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.sections import Config, FaultSection
+from titan_rl.config.sections import AlgorithmSection, Config, FaultSection, JobSection
 from titan_rl.train.health import Health, Rewind, Ruined
 from titan_rl.wire.reports import StepStats
-from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 
@@ -90,3 +90,15 @@ def test_a_run_that_ends_without_one_finite_logprob_has_not_succeeded() -> None:
     assert watched.after(1, replace(STEP, loss=0.0, grad_norm=0.0), [nothing]) is None
     with pytest.raises(Ruined, match="1 of 1 sampled tokens"):
         watched.raise_if_last_step_unsound()
+
+
+def test_a_run_without_signal_ends_with_the_cause_and_where_to_look() -> None:
+    config = Config(algorithm=AlgorithmSection(max_dead_steps=2), job=JobSection(dump_folder="outputs/dead"))
+    watched = Health(config, [].append, lambda: "the reward is 0.500 for all of 64 answers")
+    flat = Sample([1, 2], [0, 1], {"advantage": [0.0, 0.0]})
+    assert watched.after(1, STEP, [sampled(-1.0)], [flat]) is None
+    error = watched.after(2, STEP, [sampled(-1.0)], [flat])
+    assert error is not None
+    assert error.details.startswith("The reward is 0.500 for all of 64 answers. ")
+    assert "python -m titan_rl.why outputs/dead" in error.details
+    assert "docs/it_does_not_learn.md" in error.details

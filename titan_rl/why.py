@@ -1,0 +1,177 @@
+"""`python -m titan_rl.why RUN`: why does it not learn?
+
+Prints the causes that the run's metrics, config and samples show, the first suspect first, each with numbers, samples
+to read and the key to change. The run may be active, finished or crashed.
+
+Exit codes: 0 a report, also if it names problems, 2 bad usage, 130 stopped.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import compress
+from pathlib import Path
+from shutil import get_terminal_size
+
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, load_of_run
+from titan_rl.diagnosis.answers import Answer, AnswerFacts
+from titan_rl.diagnosis.findings import PAGE, Finding
+from titan_rl.diagnosis.history import History
+from titan_rl.diagnosis.ranking import Diagnosis, diagnose, measured, progress
+from titan_rl.record.run_history import METRICS
+from titan_rl.record.samples import ROLLOUTS, Sample, Samples
+from titan_rl.record.summary import known_lines
+from titan_rl.record.terminal import visible
+from titan_rl.wire.program import DONE, USAGE, enter
+
+SHOWN = 5  # causes
+MOST_CHARACTERS = 2000  # of one entry
+MOST_BYTES = 2**29  # of rollouts that are read: about 10 s. Of a larger file, the last steps
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse_args(argv)
+    run = options.run
+    if not (run / METRICS).is_file():
+        problem = f"found none in {run}" if run.is_dir() else f"found no folder {run}"
+        print(f"titan_rl.why: RUN: expected the dump folder of a run, with its {METRICS}, {problem}", file=sys.stderr)
+        return USAGE
+    notes: list[str] = []
+    config = config_of(run, notes)
+    history = History(known_lines(run / METRICS), config, answers_of(run, notes))
+    diagnosis = diagnose(history)
+    if options.json:
+        print(json.dumps(as_json(run, history, diagnosis, notes), indent=2))
+    else:
+        print("\n".join(report(run, history, diagnosis, notes)))
+    return DONE
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_rl.why",
+        description="Say why a run does not learn: causes in the order of suspicion, with the numbers that show them, "
+        "samples to read and the key to change. Nothing is changed, and the run may be active.",
+        epilog=f"{PAGE} explains every symptom. Exit codes: 0 a report, 2 bad usage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def config_of(run: Path, notes: list[str]) -> Config:
+    """Return the run's config, or the defaults with a note if this version cannot read it."""
+    try:
+        return load_of_run(run)
+    except (ConfigError, OSError, ValueError) as error:
+        notes.append(f"config.toml cannot be read, so keys are assumed to have their defaults: {str(error).strip()}")
+        return Config()
+
+
+def answers_of(run: Path, notes: list[str]) -> AnswerFacts | None:
+    """Return what the rules need of the samples, or None if there are none."""
+    if not (run / ROLLOUTS).is_file():
+        return None
+    try:
+        samples = Samples(run)
+    except OSError as error:
+        notes.append(f"{ROLLOUTS} cannot be read: {error}")
+        return None
+    steps = samples.steps
+    if (size := (run / ROLLOUTS).stat().st_size) > MOST_BYTES:
+        steps = steps[-max(1, len(steps) * MOST_BYTES // size) :]
+        notes.append(f"samples: of steps {steps[0]} to {steps[-1]} only, because {ROLLOUTS} has {size / 2**30:.1f} GiB")
+    facts = AnswerFacts()
+    for step in steps:
+        for sample in samples.of_step(step):
+            facts.add(answer_of(sample))
+    facts.close_step()
+    if samples.damaged:
+        notes.append(f"samples: {samples.damaged} damaged lines of {ROLLOUTS} are left out")
+    return facts if facts.count else None
+
+
+def answer_of(sample: Sample) -> Answer:
+    sampled = compress(sample.logprobs, sample.mask)
+    return Answer(
+        sample.step,
+        sample.prompt_id,
+        sample.sample,
+        sample.prompt,
+        str(sample.answer),
+        sample.text,
+        sample.reward,
+        sample.truncated,
+        [logprob for logprob in sampled if logprob is not None],
+        sample.status,
+        sample.error,
+        {name: value for name, value in sample.rewards.items() if value is not None},
+    )
+
+
+def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    width = min(100, get_terminal_size().columns)
+    steps = f"steps {history.lines[0]['step']} to {history.last}" if history.lines else "no step"
+    yield f"{run}: {steps}. {progress(history)}"
+    for number, finding in enumerate(diagnosis.problems[:SHOWN], 1):
+        yield ""
+        yield from _entry(run, number, finding, width)
+    if hidden := diagnosis.problems[SHOWN:]:
+        yield f"\n{len(hidden)} more: {', '.join(each.rule for each in hidden)} (--json has them)"
+    if not diagnosis.problems:
+        yield ""
+        yield "no problem found"
+        yield from _wrap("   checked  ", ", ".join(diagnosis.checked) or "nothing", width)
+        yield from _wrap("   now      ", measured(history) or "no numbers", width)
+    yield ""
+    minor = [finding.warning for finding in diagnosis.findings if not finding.problem]
+    for line in (*notes, *minor, *diagnosis.limits):
+        yield from _wrap("note: ", line, width)
+    yield f"{PAGE} explains symptoms, causes and keys"
+
+
+def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
+    yield from _wrap(f"{number}. ", finding.text, width)
+    for place, change in enumerate(finding.changes):
+        yield from _wrap("   change  " if not place else "   or      ", str(change), width)
+    if finding.advice:
+        yield from _wrap("   why     ", finding.advice.replace("RUN", str(run)), width)
+    if finding.samples:
+        yield f"   read    {'; '.join(finding.samples)}"
+        yield f"           python -m titan_rl.look {run} --prompt {finding.prompt}"
+    for effect in finding.effects:
+        yield from _wrap("   effect  ", effect.text, width)
+
+
+def _wrap(head: str, text: str, width: int) -> list[str]:
+    """Wrap a text behind `head`. It may hold errors of the user's code, which must not reach the terminal raw."""
+    indent = " " * min(len(head), 11)
+    return textwrap.wrap(
+        visible(text, MOST_CHARACTERS),
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def as_json(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> dict[str, object]:
+    values = {"run": str(run), "steps": history.last, "progress": progress(history)}
+    with suppress(IndexError):
+        values["cause"] = diagnosis.findings[0].rule
+    return values | {
+        "findings": [finding.as_json for finding in diagnosis.findings],
+        "checked": list(diagnosis.checked),
+        "limits": [*notes, *diagnosis.limits],
+    }
+
+
+if __name__ == "__main__":
+    enter(lambda: main(sys.argv[1:]))
