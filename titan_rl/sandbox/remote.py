@@ -538,8 +538,8 @@ def _defined(kind: type, name: str) -> Any:
 
 
 def _check_access(operation: str, target: Any, name: Any) -> None:
-    """Let the solution use the public attributes of objects of the tests' own classes and of READABLE ones. Others, such
-    as a generator's frame, would reach the tests."""
+    """Let the solution use the public attributes of objects of the tests' own and READABLE classes. Those of others,
+    for example a generator's frame, would reach the tests."""
     kind, name = type(target), str(name)
     if operation == "get" and name in DESCRIPTIONS[:3] and kind in (types.FunctionType, type):
         return
