@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
@@ -37,27 +38,51 @@ def prepare_environment(detect_seconds: float = 2.0, tls: str = "", meshes: int 
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Give the run a private TMPDIR that only its user can open, and remove it at the end. Monarch leaves socket
-    directories there when a process dies; the next run removes the folder of a killed controller."""
+    """Give the run a private TMPDIR, as Monarch leaves socket directories there when a process dies."""
     claim_monarch_log_folder()
-    base = short_enough(Path(tempfile.gettempdir()))
-    remove_abandoned(base)
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
-    with open(folder / LOCK, "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
-        variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compile_cache(base, folder)}
-        before, before_tempdir = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
-        os.environ.update(variables)
-        tempfile.tempdir = str(folder)  # gettempdir() has cached the shared folder
+    shared = short_enough(Path(tempfile.gettempdir()))
+    with private_folder(shared) as folder, _set_variable("TORCHINDUCTOR_CACHE_DIR", compile_cache(shared, folder)):
+        yield folder
+
+
+@contextmanager
+def private_folder(shared: Path | None = None) -> Iterator[Path]:
+    """Give this process and its children a TMPDIR in `shared`, the folder for temporary files, that only its user can
+    open. It is removed at the end, or by the next call if this process is killed."""
+    shared = shared or Path(tempfile.gettempdir())
+    remove_abandoned(shared)
+    folder, lock = _locked_folder(shared)
+    with lock, _set_variable("TMPDIR", str(folder)):
+        before, tempfile.tempdir = tempfile.tempdir, str(folder)  # gettempdir() has cached the shared folder
         try:
             yield folder
         finally:
-            tempfile.tempdir = before_tempdir
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
+            tempfile.tempdir = before
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_folder(shared: Path) -> tuple[Path, BinaryIO]:
+    """Make a folder and lock it until this process ends, however it ends. Another start may remove it just before."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=shared))
+        with suppress(FileNotFoundError):
+            lock = open(folder / LOCK, "wb")  # noqa: SIM115 (the caller closes it)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / LOCK).exists():
+                return folder, lock
+            lock.close()
+
+
+@contextmanager
+def _set_variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def short_enough(base: Path) -> Path:
@@ -95,11 +120,20 @@ def claim_monarch_log_folder(shared: Path = Path("/tmp")) -> None:
         return
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if not _is_own_folder(folder) or log.is_symlink():
-        why = f"because Monarch writes {log.name} there, found one of another user, or a link"
+    if own := _is_own_folder(folder):
+        folder.chmod(folder.stat().st_mode & ~0o022)  # before the look at the file
+    if not own or not _is_absent_or_own_file(log):
+        why = f"because Monarch writes {log.name} there, found one of another user, or a link or pipe"
         print(f"titan_rl: expected {folder} to be a folder of yours, {why}. Set USER to a free name", file=sys.stderr)
         raise SystemExit(2)
-    folder.chmod(folder.stat().st_mode & ~0o022)
+
+
+def _is_absent_or_own_file(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1
 
 
 def _is_own_folder(path: Path) -> bool:

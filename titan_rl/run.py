@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl import isolation
-from titan_rl.environment import prepare_environment, socket_folder
+from titan_rl.environment import prepare_environment, private_folder, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
 from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
@@ -34,7 +34,8 @@ NVIDIA = Path("/proc/driver/nvidia")  # exists where NVIDIA's driver is installe
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"--dry-run", "--help", "-h"} & set(argv):
-        return check_and_run(argv, None)
+        with private_folder():
+            return check_and_run(argv, None)
     with socket_folder() as folder, serving(folder) as servers:
         if not NVIDIA.exists():
             servers.keep(KINDS)  # before anything else: their imports take longer than all the rest

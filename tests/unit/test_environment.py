@@ -1,14 +1,23 @@
 """The run's folder for sockets: short, private, kept while its run lives, removed after the run was killed."""
 
+import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titan_rl.environment import LONGEST_TMPDIR, claim_monarch_log_folder, compile_cache, socket_folder
+from titan_rl.environment import (
+    LONGEST_TMPDIR,
+    claim_monarch_log_folder,
+    compile_cache,
+    private_folder,
+    remove_abandoned,
+    socket_folder,
+)
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -105,6 +114,31 @@ def test_another_users_fifo_and_links_neither_hang_nor_redirect_a_start(short: P
     assert linked.is_dir()
 
 
+def test_a_start_that_another_one_takes_for_abandoned_gets_a_new_folder(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other start comes between the making of the lock and its locking."""
+    real, others = fcntl.flock, [short]
+
+    def flock(lock: Any, operation: int) -> None:
+        if others:
+            remove_abandoned(others.pop())
+        real(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with private_folder() as folder:
+        assert list(short.iterdir()) == [folder]
+        assert (folder / "in-use").is_file()
+    assert list(short.iterdir()) == []
+
+
+def test_a_dry_run_leaves_nothing(short: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl.run", "--config", "grpo_llama", "--dry-run", "--job.dump_folder"]
+    env = {**os.environ, "TMPDIR": str(short)}
+    subprocess.run([*command, str(short / "run")], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert list(short.iterdir()) == []
+
+
 def test_temporary_files_of_a_run_lie_in_its_folder(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
@@ -116,7 +150,7 @@ def test_temporary_files_of_a_run_lie_in_its_folder(short: Path, monkeypatch: py
     assert [path.name for path in short.iterdir()] == [f"torchinductor_{os.getuid()}"]
 
 
-@pytest.mark.parametrize("trap", ["folder of another user", "link to a folder", "link to a file"])
+@pytest.mark.parametrize("trap", ["folder of another user", "link to a folder", "link to a file", "hard link", "pipe"])
 def test_monarchs_log_is_not_written_where_another_user_chose(
     short: Path, trap: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +163,11 @@ def test_monarchs_log_is_not_written_where_another_user_chose(
         folder.mkdir()
     if trap == "link to a file":
         (folder / "monarch_log.log").symlink_to(precious / "file")
+    if trap == "hard link":
+        (precious / "file").touch()
+        (folder / "monarch_log.log").hardlink_to(precious / "file")
+    if trap == "pipe":
+        os.mkfifo(folder / "monarch_log.log")
     if trap == "folder of another user":
         monkeypatch.setattr(os, "getuid", lambda: 123456)
     with pytest.raises(SystemExit) as stopped:

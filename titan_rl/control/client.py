@@ -35,6 +35,8 @@ class Endpoint:
     @classmethod
     def find(cls, folder: Path) -> Self:
         try:
+            if not (folder / ANNOUNCEMENT).is_file():  # reading a pipe would wait for its writer
+                raise FileNotFoundError
             announced = json.loads((folder / ANNOUNCEMENT).read_text())
             endpoint, host = cls(folder, int(announced["pid"]), Path(announced["socket"])), announced["host"]
         except (OSError, ValueError, KeyError, TypeError):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config, HostsSection
+from titan_rl.environment import private_folder
 from titan_rl.launch import sbatch
 from titan_rl.launch.cluster_api import find_cluster
 from titan_rl.launch.following import ENDED, SubmissionFailed, follow
@@ -42,7 +43,8 @@ POLL_SECONDS = 5.0  # schedulers ask not to be asked more often
 
 def main(argv: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(argv)
-    invocation = checked(options, rest)
+    with private_folder():
+        invocation = checked(options, rest)
     job = Job.of(invocation.config, invocation.config_name)
     scaled = "\n  ".join(["--scale tiny changes", *invocation.scaled]) if invocation.scaled else ""
     if options.print:

@@ -92,5 +92,6 @@ def _by_output(sandbox: LocalSandbox, code: str, inputs: Sequence[str], outputs:
 
 def same_lines(found: str, expected: str) -> bool:
     """Return True if the texts are equal but for white space at the ends of lines and of the text."""
-    pairs = zip_longest(found.rstrip().splitlines(), expected.rstrip().splitlines())
+    lines = [re.split(r"\r?\n", text.rstrip()) for text in (found, expected)]
+    pairs = zip_longest(*lines)
     return all(a is not None and b is not None and a.rstrip() == b.rstrip() for a, b in pairs)

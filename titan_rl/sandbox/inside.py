@@ -70,14 +70,14 @@ def become_python(code: str, packages: str) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def fresh_main(packages: str) -> types.ModuleType:
-    """Make this process look as if it had just begun."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "titan_rl"]:
-        del sys.modules[name]
+def fresh_main(packages: str, name: str = "__main__") -> types.ModuleType:
+    """Make this process look as if it had just begun, and return the module for its code."""
+    for ours in [each for each in sys.modules if each.partition(".")[0] == "titan_rl"]:
+        del sys.modules[ours]
     sys.path.remove(ROOT)
     sys.path += [packages] if packages else []
     sys.argv[:] = ["code.py"]
-    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules[name] = module = types.ModuleType(name)
     return module
 
 

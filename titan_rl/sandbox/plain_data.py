@@ -2,13 +2,17 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
-from datetime import date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from itertools import chain
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
+from uuid import UUID
 
+BY_TEXT = (Decimal, PosixPath, PurePosixPath, UUID, IPv4Address, IPv6Address, IPv4Network, IPv6Network)
 DATA: Mapping[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     int: (lambda value: [hex(value)], lambda text: int(text, 16)),
     tuple: (list, lambda *items: items),
@@ -17,12 +21,16 @@ DATA: Mapping[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     complex: (lambda value: [value.real, value.imag], complex),
     range: (lambda value: [value.start, value.stop, value.step], range),
     slice: (lambda value: [value.start, value.stop, value.step], slice),
-    Decimal: (lambda value: [str(value)], Decimal),
+    **{kind: (lambda value: [str(value)], kind) for kind in BY_TEXT},
     Fraction: (lambda value: [value.numerator, value.denominator], Fraction),
     date: (lambda value: [value.isoformat()], date.fromisoformat),
     time: (lambda value: [value.isoformat()], time.fromisoformat),
     datetime: (lambda value: [value.isoformat()], datetime.fromisoformat),
     timedelta: (lambda value: [value.days, value.seconds, value.microseconds], timedelta),
+    timezone: (lambda value: value.__getinitargs__(), timezone),
+    type({}.keys()): (list, lambda *keys: dict.fromkeys(keys).keys()),
+    type({}.values()): (list, lambda *values: dict(enumerate(values)).values()),
+    type({}.items()): (list, lambda *items: dict(items).items()),
 }
 """Types that pass by value: their parts, and what makes a value of these."""
 DATA_BY_NAME = {kind.__name__: make for kind, (_, make) in DATA.items()}

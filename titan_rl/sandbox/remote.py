@@ -8,13 +8,18 @@ have changed, so that both sides see one object. Any other object stays where it
 attributes, calls, items and operators.
 
 The solution may lie about its own objects, so the tests' side never asks whether one equals, contains or is close to
-plain data: `==` and `in` compare here. An operator with plain data gives no plain data, as `obj - 6` could then be 0.
+plain data: `==` and `in` compare here. An operator with plain data gives no plain data, as `obj - 6` could then be 0,
+and its result is neither true, false, empty nor zero.
 """
 
 import builtins
+import copy
 import io
 import json
 import operator
+import queue
+import random
+import re
 import socket
 import struct
 import sys
@@ -23,7 +28,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from titan_rl.sandbox.plain_data import (
@@ -42,10 +47,17 @@ from titan_rl.sandbox.plain_data import (
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ITEMS = 100_000
+READABLE = (io.IOBase, re.Pattern, re.Match, random.Random, queue.Queue, types.SimpleNamespace)
+"""Types of the tests' arguments whose public attributes the solution may use."""
+DESCRIPTIONS = ("__name__", "__qualname__", "__doc__", "__dict__")
+"""Special names whose values pass. Those of the tests' functions and classes do, except `__dict__`."""
+REPLACEABLE = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"), (builtins, "input"))
+"""What tests may redirect or patch: the solution then uses the tests' object."""
 BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 UNARY = "neg pos abs invert round int float complex index"
 COMPARISONS = "eq ne lt le gt ge"
-OTHERS = "call getitem setitem delitem iter next reversed bool hash str repr format enter aenter aiter anext"
+TEXTS = "str repr format"
+OTHERS = "call getitem setitem delitem next reversed hash enter aenter aiter anext"
 
 
 class RemoteError(Exception):
@@ -62,6 +74,10 @@ class RemoteType(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls.__peer__.ask("set", cls, name, value)
+
+    @property
+    def __doc__(cls) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _attribute(cls, "__doc__")
 
     def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
         return cls.__peer__.ask("__call__", cls, *arguments, **keywords)
@@ -96,16 +112,26 @@ class Remote(metaclass=RemoteType):
             self.__peer__.ask("set", self, name, value)
 
     def __repr__(self) -> str:
-        return self.__peer__.ask("__repr__", self)
+        return _text("__repr__")(self)
 
     def __str__(self) -> str:
-        return self.__peer__.ask("__str__", self)
+        return _text("__str__")(self)
+
+    def __copy__(self) -> Any:
+        return self.__peer__.ask("copy", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__peer__.ask("deepcopy", self)
 
 
 def _attribute(of: Any, name: str) -> Any:
-    if _is_special(name):
+    if _is_special(name) and name not in DESCRIPTIONS:
         raise AttributeError(name)
     return of.__peer__.ask("get", of, name)
+
+
+def _description(name: str) -> property:
+    return property(lambda self: _attribute(self, name))
 
 
 def _is_special(name: str) -> bool:
@@ -142,9 +168,44 @@ def _operate(name: str) -> Callable[..., Any]:
     return method
 
 
+def _bool(self: Any) -> bool:
+    if self.__mixed__:
+        raise RemoteError("the result of an object and plain data was asked whether it is true")
+    return self.__peer__.ask("__bool__", self)
+
+
+def _text(name: str) -> Callable[..., str]:
+    def method(self: Any, *arguments: Any) -> str:
+        text = self.__peer__.ask(name, self, *arguments)
+        if self.__mixed__ and _is_zero(text):
+            raise RemoteError(f"{name} of the result of an object and plain data is zero")
+        return text
+
+    return method
+
+
+def _is_zero(text: Any) -> bool:
+    try:
+        return float(text) == 0
+    except ValueError:
+        return False
+
+
+def _iterate(self: Any) -> Iterator[Any]:
+    items = self.__peer__.ask("__iter__", self)
+    if not self.__mixed__:
+        return items
+    try:
+        return chain([next(items)], items)
+    except StopIteration:
+        raise RemoteError("the result of an object and plain data has no items") from None
+
+
 def _length(self: Any) -> int:
     """Return an object's length, which must be the number of its items."""
     length = self.__peer__.ask("__len__", self)
+    if self.__mixed__ and length == 0:
+        raise RemoteError("the result of an object and plain data has no items")
     is_collection = _defined(type(self), "__iter__") and not _defined(type(self), "__next__")
     if is_collection and length != len(self.__peer__.ask("items", self)):
         raise RemoteError("__len__ is not the number of items")
@@ -175,7 +236,10 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **{f"__{name}__": _compare(f"__{name}__") for name in COMPARISONS.split()},
     **{f"__{name}__": _operate(f"__{name}__") for name in UNARY.split()},
     **{f"__{prefix}{name}__": _operate(f"__{prefix}{name}__") for name in BINARY.split() for prefix in ("", "r", "i")},
-    **{"__len__": _length, "__exit__": _exit, "__aexit__": _exit_async, "__await__": _await},
+    **{f"__{name}__": _text(f"__{name}__") for name in TEXTS.split()},
+    **{name: _forward(name) for name in ("send", "throw")},  # a generator's
+    **{"__bool__": _bool, "__iter__": _iterate, "__len__": _length},
+    **{"__exit__": _exit, "__aexit__": _exit_async, "__await__": _await},
 }
 """Special methods of proxies. There is no __contains__: `in` iterates, and compares here."""
 
@@ -193,7 +257,13 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "equals anything": _equals_anything,
     "items": lambda each: list(islice(each, MAX_ITEMS)),
     "plain": exact_value,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
 }
+
+
+def _replaceable() -> list[Any]:
+    return [getattr(module, name, None) for module, name in REPLACEABLE]
 
 
 class Peer:
@@ -203,7 +273,7 @@ class Peer:
         """`serves`: more operations of the solution's end. The tests' end grants less."""
         self._connection = connection
         self._is_tests_end = serves is None
-        self._operations = {**OPERATIONS, **(serves or {})}
+        self._operations = {**OPERATIONS, "replace": self._replace, **(serves or {})}
         self._next = int(self._is_tests_end)  # one end gives even numbers, the other odd ones
         self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}  # by id()
@@ -212,9 +282,13 @@ class Peer:
         self._descriptions: dict[int, list[Any]] = {}  # from the last message, for proxies and copies
         self._loop: Any = None
         self._lock = threading.RLock()
+        self._originals = _replaceable()
+        self._replaced: list[Any] = [None] * len(self._originals)
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         with self._lock:
+            if self._is_tests_end:
+                self._pass_replacements()
             self._send("ask", operation, arguments, keywords)
             while True:
                 kind, value, *rest = self._receive()
@@ -225,6 +299,17 @@ class Peer:
                 else:
                     raise self._raised(value, operation) from None
 
+    def _pass_replacements(self) -> None:
+        """Let the solution print to, and read from, what the tests have put in the place of stdout and stdin."""
+        replaced = [None if new is old else new for new, old in zip(_replaceable(), self._originals, strict=True)]
+        if not all(map(operator.is_, replaced, self._replaced)):
+            self._replaced = replaced
+            self.ask("replace", *replaced)
+
+    def _replace(self, *values: Any) -> None:
+        for (module, name), new, old in zip(REPLACEABLE, values, self._originals, strict=True):
+            setattr(module, name, old if new is None else new)
+
     def serve(self) -> None:
         """Answer until the other end is closed."""
         while True:
@@ -233,12 +318,13 @@ class Peer:
             except RemoteError:
                 return
             self._answer(*rest)
-            sys.stdout.flush()  # the process is killed when the tests have ended
+            with suppress(Exception):
+                self._originals[0].flush()  # the process is killed when the tests have ended
 
     def _raised(self, error: Any, operation: str) -> BaseException:
         """Return the error that an operation raises here. The end of an iteration that is none would end a test's loop
         before it has compared anything."""
-        ends = {"__next__": StopIteration, "await": StopAsyncIteration}
+        ends = {"await": StopAsyncIteration, **dict.fromkeys(("__next__", "send", "throw"), StopIteration)}
         if isinstance(error, StopIteration | StopAsyncIteration) and not isinstance(error, ends.get(operation, ())):
             return RemoteError(f"raised {type(error).__name__}")
         return error if isinstance(error, Exception) else RemoteError(f"raised {type(error).__name__}")
@@ -254,6 +340,10 @@ class Peer:
             self._send("raised", ValueError(f"{error}"))
 
     def _perform(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        if self._is_tests_end and not self._passed(arguments[0]):
+            raise TypeError(f"the solution may not {operation} an object that the tests did not pass to it")
+        if operation == "__getitem__":
+            return operator.getitem(*arguments)  # also Class[parameter]
         if operation in METHODS:
             return getattr(type(arguments[0]), operation)(*arguments, **keywords)
         if operation == "await":
@@ -261,6 +351,12 @@ class Peer:
         if operation in ("get", "set") and self._is_tests_end:
             _check_access(operation, *arguments[:2])
         return self._operations[operation](*arguments)
+
+    def _passed(self, target: Any) -> bool:
+        """Return True for an object of this end that the other end knows. With `type`, for one, the solution could make
+        objects of which the tests' process believes that they equal anything."""
+        number = self._numbers.get(id(target))
+        return number is not None and number % 2 == self._next % 2
 
     def _run(self, awaitable: Any) -> Any:
         import asyncio
@@ -341,25 +437,27 @@ class Peer:
             raise ValueError("a number that this end gives")
         tag, parts = self._descriptions[number]
         if tag in CONTAINERS_BY_NAME:
-            copy = CONTAINERS_BY_NAME[tag]()
+            made = CONTAINERS_BY_NAME[tag]()
             self._contents[number] = []
         elif tag == "class":
             name, bases, special, is_plain = parts
             bases = tuple(each for each in map(self._decoded, bases) if isinstance(each, RemoteType) or is_error(each))
             bases = bases if any(issubclass(each, Remote) for each in bases) else (Remote, *bases)
             methods = {name: METHODS[name] for name in special if name in METHODS}
-            copy = RemoteType(str(name), bases, {"__peer__": self, "__plain__": is_plain is True, **methods})
+            own = {"__peer__": self, "__plain__": is_plain is True}
+            described = {name: _description(name) for name in ("__doc__", "__dict__")}
+            made = RemoteType(str(name), bases, {**own, **described, **methods})
         else:
             kind, *arguments = map(self._decoded, parts)
             if not isinstance(kind, RemoteType):
                 raise TypeError("an object has no class")
-            copy: Any = kind.__new__(kind)  # type: ignore[call-arg]
-            if isinstance(copy, BaseException):
-                object.__setattr__(copy, "args", tuple(arguments))
-        self._objects[number], self._numbers[id(copy)] = copy, number
+            made: Any = kind.__new__(kind)  # type: ignore[call-arg]
+            if isinstance(made, BaseException):
+                object.__setattr__(made, "args", tuple(arguments))
+        self._objects[number], self._numbers[id(made)] = made, number
         if tag == "coroutine":
-            copy = _awaited(copy)
-        return copy
+            made = _awaited(made)
+        return made
 
     def _forget(self, number: int) -> None:
         if self._contents.pop(number, None) is not None:
@@ -425,7 +523,9 @@ class Peer:
     def _exactly(self, size: int) -> bytes:
         read = bytearray()
         while len(read) < size:
-            more = self._connection.recv(size - len(read))
+            more = b""
+            with suppress(OSError):
+                more = self._connection.recv(size - len(read))
             if not more:
                 raise RemoteError("the solution's process has ended")
             read += more
@@ -438,12 +538,17 @@ def _defined(kind: type, name: str) -> Any:
 
 
 def _check_access(operation: str, target: Any, name: Any) -> None:
-    """Let the solution use the public attributes of objects of the tests' own classes. Those of others, such as a
-    generator's frame, would reach the tests."""
-    kind = type(target)
-    own = kind.__module__ == "__main__" or kind in (io.StringIO, io.BytesIO)
-    replaces = operation == "set" and callable(getattr(kind, str(name), None))
-    if not own or isinstance(target, type) or replaces or str(name).startswith("_"):
+    """Let the solution use the public attributes of objects of the tests' own and READABLE classes. Those of others,
+    for example a generator's frame, would reach the tests."""
+    kind, name = type(target), str(name)
+    if operation == "get" and name in DESCRIPTIONS[:3] and kind in (types.FunctionType, type):
+        return
+    if kind.__module__ == "unittest.mock":
+        is_open = operation == "get" and not hasattr(kind, name)  # the records of its calls stay
+    else:
+        replaces = operation == "set" and callable(getattr(kind, name, None))
+        is_open = (kind.__module__ == "__main__" or issubclass(kind, READABLE)) and not replaces
+    if not is_open or isinstance(target, type) or name.startswith("_"):
         raise AttributeError(f"the solution may not {operation} {name!r} of a {kind.__name__}")
 
 

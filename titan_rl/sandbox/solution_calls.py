@@ -107,8 +107,9 @@ def _nodes(texts: list[str]) -> Iterator[ast.AST]:
 
 
 def _serve(code: str, connection: socket.socket, packages: str) -> NoReturn:
-    """Be the solution's process: run its code, and answer the tests."""
-    module = fresh_main(packages)
+    """Be the solution's process: import its code, without what `if __name__ == "__main__"` guards, and answer the
+    tests."""
+    module = fresh_main(packages, "solution")
 
     def names() -> list[str]:
         return [name for name, value in module.__dict__.items() if not isinstance(value, types.ModuleType)]

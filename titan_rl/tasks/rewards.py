@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from decimal import Decimal
@@ -47,7 +48,7 @@ NUMBER = re.compile(rf"({_SIGN}{_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 """A number, or a fraction of two."""
 _OPERAND = r"(?:[\d)}\]]|\b[A-Za-z])"
 BEFORE = re.compile(
-    r"(?:[\^_√]\{?|\d:|/\s*"  # x^2, x_2, 10:30, 3/4/5
+    r"(?:[\^_√]\{?|\d:|/\s*|\b[A-Za-z]"  # x^2, x_2, 10:30, 3/4/5, x2
     r"|\\[A-Za-z]+(?:\[[^][]*\])?(?:\{[^{}]*\})*\{"  # \sqrt[3]{8}, \binom{7}{2}
     r"|[A-Za-z0-9_}]\("  # log_10(2), f(2)
     rf"|{_OPERAND}\s*(?:[-+\u00d7\u00b7\u00f7\u00b1\u2013\u2014]|\\(?:times|cdot|div|pm|mp))\s*\$?"  # 4 + 3, 8-3
@@ -60,15 +61,37 @@ AFTER = re.compile(r"\^|/|:\d|√|π|[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]|\s?
 PROSE = re.compile(r"[A-Za-z]{2}:?\s+\W*$")
 """Text before a number whose "!" is no factorial."""
 MAX_NUMBER_CHARS = 1000
-PLAIN = (
+VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # ½
+GROUPING = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")  # 1{,}200, 1\,200
+POWER = re.compile("(?<=\\d)[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")  # 10⁶
+SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?![\d/])")  # 2 1/2
+_LENGTH = r"(?:[kcmd]?m|in|ft|yd|mi|units?|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi|milli)?met(?:er|re)s?)"
+AREA = re.compile(
+    rf"(?<=\d)((?:\s|\\[ ,;])*(?:\\(?:text|mathrm)\{{\s*)?{_LENGTH}\s*\}}?)\s*\^\s*\{{?[23](?!\d)\}}?"
+)  # 5 \text{ cm}^2
+
+
+def braced_power(found: re.Match[str]) -> str:
+    return f"^{{{found[0].translate(SUPERSCRIPTS)}}}"
+
+
+PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (VULGAR, lambda found: f" {unicodedata.normalize('NFKC', found[0])}"),
+    (GROUPING, ","),
+    (POWER, braced_power),
+    (AREA, r"\1"),
+    (re.compile(r"\s?\^\s?\{?\s?\\circ\s?\}?"), ""),  # degrees
     (re.compile("[\u2212\ufe63\uff0d]"), "-"),  # minus signs
     (re.compile(r"(?<![\w)}\]])[\u2013\u2014](?=\$?\.?\d)"), "-"),
     (re.compile(r"((?:^|[=:(\[{<>\u2248]|\b(?:is|equals))\s*)-\s+(?=\$?\.?\d)"), r"\1-"),
     (re.compile(r"(?i)(?<![\d)}\]]\s)\b(?:minus|negative)\s+(?=\$?\.?\d)"), "-"),
     (re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[\u00d7\u00b7*])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?"), r"e\1"),
-    (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac)"), " "),
+    (re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))"), r"\1\2/\3\4"),
     (re.compile(r"\{\s*([^{}]*?)\s*\\over\s*([^{}]*?)\s*\}"), r"\1/\2"),
     (re.compile("\u2044"), "/"),
+    (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
     (re.compile(r"\\(?:left|right|[bB]ig[lr]?)\b"), ""),
     (re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{"), ""),
 )

@@ -11,18 +11,28 @@ from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
 from titan_rl.tasks.procedural import NAME as GYM
 from titan_rl.tasks.procedural import package
-from titan_rl.tasks.rewards import BUILT_IN, NUMBER, Answered, Reward, last_number_of
+from titan_rl.tasks.rewards import (
+    BUILT_IN,
+    GROUPING,
+    NUMBER,
+    VULGAR,
+    Answered,
+    Reward,
+    braced_power,
+    last_number_of,
+)
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
 Verify = Callable[[Prompt, Answered], Any]
-FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```(?:json)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 MATH_SECONDS = 5  # math-verify's deadlines; the process's is task.reward_seconds
 
 
@@ -131,6 +141,42 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (VULGAR, lambda found: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", found[0]).split("\u2044"))),
+    (re.compile("(?<=[\\w)}])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+"), braced_power),
+    (re.compile("\u221a\\s*(\\d+|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile("\u221a\\s*\\(([^()]*)\\)"), r"\\sqrt{\1}"),
+    (GROUPING, ""),
+    (re.compile(r"(?<=\d)[eE]([-+]?\d{1,3})(?!\w)"), r"\\times 10^{\1}"),  # 1.2e6
+    (re.compile(r"\\fbox\b"), r"\\boxed"),
+)
+SYMBOLS = {
+    "\u2212": "-",
+    "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ",
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+    "°": r"^\circ ",
+}
+ENVIRONMENT = re.compile(r"\$|\\(?:boxed|begin|[(\[])")
+VARIABLE = r"(?<![A-Za-z])[abceijknpqrtuvxyz](?![A-Za-z])"  # the other letters may be units: 5 m
+SOLE_TERM = re.compile(
+    rf"(?=.*(?:[\\^!]|[(\[{{].*,|{VARIABLE})|[A-Za-z]$)"
+    r"(?:\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|[^\\A-Za-z])+"
+)
+"""A text without words that math-verify would read the last number of: 2\\sqrt{3}, 3!, 2x, (1, 2)."""
+
+
+def in_latex(text: str) -> str:
+    """Return a text with LaTeX in the place of ½, √2, 10⁶, 1\\,200 and 1.2e6, which math-verify does not read. A text
+    that is one term gets the dollars that it lacks."""
+    for pattern, latex in LATEX:
+        text = pattern.sub(latex, text)
+    text = text.translate(str.maketrans(SYMBOLS)).strip()
+    bare = text.rstrip(".")
+    return f"${bare}$" if not ENVIRONMENT.search(text) and len(bare) < 200 and SOLE_TERM.fullmatch(bare) else text
+
+
 def math(arguments: Arguments) -> Verify:
     """1.0 if the answer's mathematical expression equals the reference's, by math-verify. An answer that cannot be
     evaluated in time is wrong: else an unsure policy would gain by one, as an answer without a reward costs nothing."""
@@ -143,17 +189,45 @@ def math(arguments: Arguments) -> Verify:
     how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}
 
     def judge(prompt: Prompt, answer: Answered) -> float:
-        text = prompt.answer
+        text = in_latex(prompt.answer)
         gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", **how)
         if not gold:
             raise ValueError(f'"math" expects an expression in the reference answer, found {text[:80]!r}')
         try:
-            found = parse(answer.text, **how)
+            found = parse(in_latex(answer.text), **how)
             return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
         except (Exception, TimeoutException):  # or too deep, large or odd an expression for SymPy
             return 0.0
 
     return judge
+
+
+BOX = re.compile(r"\\boxed\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_OPTION = r"[\W_]*([A-Z])(?![A-Za-z]|\s*(?:,|/|or\b|and\b)[\W_]*[A-Z]\b)"  # B, but not of "B or C"
+BOXED_OPTION = re.compile(rf"\\boxed\{{\s*(?:\\[a-z]+\{{)?{_OPTION}")
+STATED_OPTION = re.compile(
+    r"\b(?i:answer|option|choice)\b[*_]*(?::|\s+is\b|)[*_:]*\s*(?:(?i:option|choice)\b)?"
+    rf"{_OPTION}(?<![AI](?=\s+[a-z]))"  # not of "A triangle"
+)
+SOLE_OPTION = re.compile(rf"{_OPTION}(?:[).:]|[\W_]*\Z)")
+
+
+def choice(arguments: Arguments) -> Verify:
+    """1.0 if the last option in the answer is the reference's letter: \\boxed{B}, else "The answer is (B).", else a
+    text such as "B" or "B) 42"."""
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        expected = re.fullmatch(r"\W*([A-Za-z])\W*", prompt.answer)
+        if expected is None:
+            raise ValueError(f'"choice" expects a letter in the reference answer, found {prompt.answer[:80]!r}')
+        boxed = BOX.findall(answer.text)
+        if boxed:
+            last = BOXED_OPTION.match(boxed[-1])
+        else:
+            last = next(reversed([*STATED_OPTION.finditer(answer.text)]), SOLE_OPTION.match(answer.text))
+        return float(last is not None and last[1] == expected[1].upper())
+
+    return verify
 
 
 def tagged(arguments: Arguments) -> Verify:
@@ -212,6 +286,7 @@ VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     "regex": pattern,
     "json_schema": json_schema,
     "math": math,
+    "choice": choice,
     "format": tagged,
     "length": length,
     "code_tests": passes_tests,

@@ -55,6 +55,12 @@ def test_a_long_table_shows_what_differs_and_counts_the_rest() -> None:
     assert [line.split()[0] for line in lines[-3:]] == [f"generator{i}[tp=0]" for i in range(3)]
 
 
+def test_a_pipe_in_the_place_of_the_announcement_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ANNOUNCEMENT)
+    with pytest.raises(RequestFailed, match="no run is active in"):
+        Endpoint.find(tmp_path)
+
+
 def test_ctl_prints_json(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl_with_server(tmp_path, sockets, "status", "--json") == 0
     assert json.loads(capsys.readouterr().out) == STATUS

@@ -108,8 +108,8 @@ def test_the_defaults_run() -> None:
         ),
         (
             '[task]\nreward = "exct"',
-            'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "format", '
-            '"length", "code_tests", "reasoning_gym", "judge", "model" or "package.module:function"',
+            'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "choice", '
+            '"format", "length", "code_tests", "reasoning_gym", "judge", "model" or "package.module:function"',
         ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),

@@ -134,6 +134,14 @@ while True:
             send("ask", operation, [["object", 1], name, *more], {})
             if receive()[0] == "value": stolen = 6
     send("value", stolen)""",
+    "a class that it makes in the tests' process": """
+names("f"); receive(); send("value", ["object", 4], sent=[TYPE, F])
+while True:
+    receive()
+    members = [8, "dict", ["__eq__", ["builtin", ["bool"]]]]
+    send("ask", "__call__", [["builtin", ["type"]], "K", ["tuple", []], ["object", 8]], {}, sent=[members])
+    send("ask", "__call__", [receive()[1][0]], {})
+    send("value", receive()[1][0])""",
     "an object of the tests": """
 names("f"); receive(); send("value", ["object", 1])""",
 }
@@ -219,6 +227,17 @@ import unittest
 class T(unittest.TestCase):
     def test(self): self.assertEqual(f(3), 6)
 unittest.main()"""
+DIFFERENCE = """
+class A:
+    def __sub__(s, o): return Z()
+    __rsub__ = __sub__
+class Z:
+    def __bool__(s): return False
+    def __len__(s): return 0
+    def __iter__(s): return iter(())
+    def __str__(s): return "-0e5"
+    def __format__(s, form): return "0.00"
+def f(x): return A()"""
 # Wrong programs, each with a test that a judge which trusts the program's objects lets pass.
 CHEATING_OBJECTS = {
     "load_tests": ("def f(x): return 0\ndef load_tests(loader, tests, pattern): return lambda result: None", UNITTEST),
@@ -269,6 +288,17 @@ CHEATING_OBJECTS = {
     "__sub__ gives plain data with a class": (
         "import enum\nclass Z(enum.IntEnum):\n  ZERO = 0\nclass A:\n  def __sub__(s, o): return Z.ZERO\n"
         "def f(x): return A()", "assert f(2) - 4 < 1e-9"),
+    "the truth of a difference": (DIFFERENCE, "assert not (f(3) - 6)"),
+    "the items of a difference": (DIFFERENCE, "assert list(f(3) - {1, 2}) == [] == [*({1, 2} - f(3))]"),
+    "the iterator of a difference": (
+        "class A:\n  def __xor__(s, o): return iter(())\ndef f(x): return A()", "assert list(f(3) ^ {1, 2}) == []"),
+    "the length of a difference": (DIFFERENCE, "assert len(f(3) - {1, 2}) == 0"),
+    "the text of a difference": (DIFFERENCE, "assert float(str(f(3) - 6)) == 0"),
+    "the format of a difference": (DIFFERENCE, "assert f'{f(3) - 6:.2f}' == '0.00'"),
+    "records of a mock": (
+        "def f(g):\n  g(2)\n  g.reset_mock()\n  g(1)",
+        "from unittest.mock import Mock\ng = Mock()\ntry: f(g)\nexcept AttributeError: pass\n"
+        "g.assert_called_once_with(1)"),
     "__exit__ hides an assertion": (
         "class M:\n  def __enter__(s): return s\n  def __exit__(s, *e): return True\n  def f(s, x): return 0",
         "with M() as m: assert m.f(3) == 6"),
@@ -417,6 +447,64 @@ RIGHT = {
     "a class with the name of a library": ("class queue:\n  def size(s): return 0", "q = queue()\n"
         "assert q.size() == 0"),
     "a library that the tests do not import": ("import math\ndef f(x): return x", "assert math.isclose(f(2), 2)"),
+    "a main program": (
+        "def f(x): return 2 * x\nif __name__ == '__main__':\n  print(f(int(input())))", "assert f(3) == 6"),
+    "its own tests": (
+        "import unittest\ndef f(x): return x\nclass T(unittest.TestCase):\n  def test(s): s.assertEqual(f(1), 1)\n"
+        "if __name__ == '__main__': unittest.main()", "assert f(1) == 1"),
+    "pickled objects": (
+        "import pickle\nclass A:\n  x = 1\ndef f(): return pickle.loads(pickle.dumps(A())).x", "assert f() == 1"),
+    "printed output": (
+        "import sys\ndef f(n):\n  print('hi', n)\n  sys.stdout.write('ho')", "import contextlib, io\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out: f(1)\nf(2)\nassert out.getvalue() == 'hi 1\\nho'",
+        "import io\nfrom unittest.mock import patch\nwith patch('sys.stdout', new_callable=io.StringIO) as out: f(3)\n"
+        "assert out.getvalue() == 'hi 3\\nho'",
+        "from unittest.mock import patch\nwith patch('builtins.print') as p: f(1)\np.assert_called_once_with('hi', 1)"),
+    "typed input": (
+        "import sys\ndef f(): return int(input('n? ')) * 2\ndef g(): return sys.stdin.readline() + sys.stdin.read()",
+        "from unittest.mock import patch\nwith patch('builtins.input', return_value='4'): assert f() == 8\n"
+        "with patch('builtins.input', side_effect=['1', '2']): assert (f(), f()) == (2, 4)",
+        "import io, sys\nsys.stdin = io.StringIO('3\\nx\\ny')\nassert f() == 6 and g() == 'x\\ny'"),
+    "arguments of other classes": (
+        "def f(pattern, rng, o, q): return pattern.findall('aab'), rng.random(), o.x, q.get()",
+        "import queue, random, re, types\nq = queue.Queue()\nq.put(1)\n"
+        "assert f(re.compile('a'), random.Random(3), types.SimpleNamespace(x=2), q) == "
+        "(['a', 'a'], random.Random(3).random(), 2, 1)"),
+    "mocks as arguments": (
+        "def f(client, tell):\n  tell(client.get('x', timeout=3)['v'])",
+        "from unittest.mock import Mock\nclient, tell = Mock(), Mock()\nclient.get.return_value = {'v': 5}\n"
+        "f(client, tell)\nclient.get.assert_called_once_with('x', timeout=3)\ntell.assert_called_once_with(5)"),
+    "paths and identifiers": (
+        "from pathlib import Path\nimport uuid, ipaddress\nfrom datetime import timezone\n"
+        "def f(p): return p / 'b', p.suffix, uuid.UUID(int=5), ipaddress.ip_address('10.0.0.1'), timezone.utc",
+        "from pathlib import Path\nimport uuid, ipaddress\nfrom datetime import timezone\n"
+        "assert f(Path('a.x')) == (Path('a.x/b'), '.x', uuid.UUID(int=5), ipaddress.ip_address('10.0.0.1'), "
+        "timezone.utc)"),
+    "views of dicts": (
+        "def f(d): return d.keys(), d.values(), d.items()",
+        "k, v, i = f({'a': 1})\nassert k == {'a'} and list(v) == [1] and i == {('a', 1)}"),
+    "names, docstrings and attributes": (
+        "import functools\ndef deco(g):\n  @functools.wraps(g)\n  def h(*a): return g(*a)\n  return h\n"
+        "class A:\n  'Doc.'\n  def __init__(s): s.x = 1\n@deco\ndef f():\n  'Doc of f.'",
+        "@deco\ndef g():\n  'Doc of g.'\nassert (g.__name__, g.__doc__, f.__name__, f.__doc__) == "
+        "('g', 'Doc of g.', 'f', 'Doc of f.') and A.__doc__ == A().__doc__ == 'Doc.'\n"
+        "assert vars(A()) == {'x': 1} == A().__dict__"),
+    "a generic class": (
+        "from typing import Generic, TypeVar\nT = TypeVar('T')\nclass Box(Generic[T]):\n  def __init__(s, v): s.v = v",
+        "assert Box[int](3).v == 3"),
+    "send and throw": (
+        "def f():\n  total = 0\n  while True:\n    try: x = yield total\n    except KeyError: x = 10\n"
+        "    if x is None: return total\n    total += x",
+        "g = f(); next(g)\nassert g.send(3) == 3 and g.throw(KeyError('x')) == 13\ntry: g.send(None)\n"
+        "except StopIteration as e: assert e.value == 13\nelse: assert False"),
+    "copies": (
+        "class A:\n  def __init__(s, v): s.v = v",
+        "import copy\na = A([1]); b, c = copy.copy(a), copy.deepcopy(a)\na.v.append(2)\n"
+        "assert b.v == [1, 2] and c.v == [1]"),
+    "results of operators": (
+        "class V:\n  def __init__(s, *x): s.x = x\n  def __mul__(s, k): return V(*(k * x for x in s.x))\n"
+        "  def __iter__(s): return iter(s.x)\n  def __len__(s): return len(s.x)\n  def __repr__(s): return f'V{s.x}'",
+        "v = V(1, 2) * 3\nassert v.x == (3, 6) and list(v) == [3, 6] and len(v) == 2 and str(v) == 'V(3, 6)'"),
     "names of arguments": (
         "def f(self, operation, arguments=0): return self + operation + arguments",
         "assert f(operation=1, self=2, arguments=3) == 6"),
@@ -527,3 +615,5 @@ def test_same_lines() -> None:
     assert same_lines("1 \n2\n\n", "1\n2")
     assert not same_lines("1\n2\n3", "1\n2")
     assert not same_lines("1 2", "12")
+    assert same_lines("1\n2", "1\r\n2\r\n")
+    assert not same_lines("1\x0b2\x1c3\u20284", "1\n2\n3\n4")

@@ -55,6 +55,8 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ("{", 0.0),
         ("[" * 100_000, 0.0),
         ('first ```json\n{}\n``` then\n```json\n{"n": 2}\n``` done', 1.0),
+        ('```JSON\r\n{"n": 2}\r\n```', 1.0),
+        ('```json\n{"n": 2}', 1.0),
         ('```\n{"n": 2}\n``` then ```\n{}\n```', 0.0),
     ],
 )
@@ -101,6 +103,69 @@ def test_length_falls_to_nothing_at_twice_the_longest(n: int, reward: float) -> 
     assert verified("length", "x" * n, longest=10) == reward
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("B", "B", 1.0),
+        ("(b)", "B", 0.0),
+        (" **B**.", "(B)", 1.0),
+        ("B) 42", "B", 1.0),
+        ("B. The mitochondria", "B", 1.0),
+        ("The answer is (B).", "B", 1.0),
+        ("The correct answer is **B**: it is A's twin.", "B", 1.0),
+        ("Answer: B", "b", 1.0),
+        ("**Answer:** B", "B", 1.0),
+        ("the answer is option B because C is false", "B", 1.0),
+        ("So \\boxed{B}", "B", 1.0),
+        ("\\boxed{\\textbf{(B)}\\ 42}", "B", 1.0),
+        ("\\boxed{\\text{B}}", "C", 0.0),
+        ("The answer is A. No, the answer is B.", "B", 1.0),
+        ("The answer is A. No, the answer is B.", "A", 0.0),
+        ("\\boxed{A}, and \\boxed{B}", "A", 0.0),
+        ("The answer is B or C", "B", 0.0),
+        ("\\boxed{B, C}", "B", 0.0),
+        ("\\boxed{BC}", "B", 0.0),
+        ("A, B, C, D", "A", 0.0),
+        ("A B C D", "A", 0.0),
+        ("The answer is A triangle", "A", 0.0),
+        ("The answer is not B", "B", 0.0),
+        ("A dog", "A", 0.0),
+        ("", "A", 0.0),
+        ("answer " * 20_000, "A", 0.0),
+        ("\\boxed{" * 20_000, "A", 0.0),
+    ],
+)
+def test_letters_of_options(text: str, answer: str, reward: float) -> None:
+    assert verified("choice", text, answer) == reward
+
+
+def test_a_choice_needs_a_letter() -> None:
+    with pytest.raises(ValueError, match="expects a letter in the reference answer, found '42'"):
+        verified("choice", "B", "42")
+
+
+WRITTEN = {
+    "½": r"$\frac{1}{2}$",
+    "\u22122½": r"$-2\frac{1}{2}$",
+    "so √2": r"so \sqrt{2}",
+    "√(x+1)": r"$\sqrt{x+1}$",
+    "2π.": r"$2\pi $",
+    r"\boxed{45°}": r"\boxed{45^\circ }",
+    r"\fbox{x²}": r"\boxed{x^{2}}",
+    r"$1\,200\,000$": "$1200000$",
+    r"$1{,}200$": "$1200$",
+    "1.2e6": r"$1.2\times 10^{6}$",
+    "(1, 2)": "$(1, 2)$",
+    "B": "$B$",
+    "3!": "$3!$",
+    "5": "5",
+    "5 m": "5 m",
+    "5 km": "5 km",
+    "The answer is 5!": "The answer is 5!",
+    "x = 5, as $x > 0$": "x = 5, as $x > 0$",
+}
+
+
 def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself need not be here; its interface (0.9) is enough."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
@@ -124,7 +189,11 @@ def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "math_verify.errors", errors)
     assert verified("math", "x+1", "x+1") == 1.0
     assert verified("math", "x", "$x+1$") == 0.0
-    assert asked == ["$x+1$", "x+1", "$x+1$", "x"]
+    assert asked == ["$x+1$", "$x+1$", "$x+1$", "$x$"]
+
+    for written, latex in WRITTEN.items():
+        verified("math", written, "5")
+        assert asked.pop() == latex
 
     def slow(gold: list[Any], target: list[Any], **how: Any) -> bool:
         raise errors.__dict__["TimeoutException"]

@@ -1,12 +1,9 @@
 """Checks of the models: dimensions against each other and against meshes and rows, and Hugging Face folders, of whose
 weights only the headers are read."""
 
-import atexit
-import functools
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -137,25 +134,12 @@ def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
 
 def policy_tokenizer(config: Config) -> TextTokenizer | None:
     """Return the policy's tokenizer; None if it cannot be loaded, which check_assets reports."""
-    with suppress(Exception):
-        folder = Path(config.model.hf_assets_path) if config.model.hf_assets_path else _built_in()
+    with suppress(Exception), tempfile.TemporaryDirectory() as scratch:
+        folder = Path(config.model.hf_assets_path or scratch)
+        if not config.model.hf_assets_path:
+            build(folder)
         return TextTokenizer.load(folder, chat_settings(config))
     return None
-
-
-def _built_in() -> Path:
-    """Return the folder of the built-in tokenizer, which is removed as this process ends."""
-    folder = _scratch()
-    if not (folder / "tokenizer.json").is_file():
-        build(folder)
-    return folder
-
-
-@functools.cache
-def _scratch() -> Path:
-    folder = tempfile.mkdtemp(prefix="titan_rl-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def check_roles(config: Config, shape: ModelShape) -> Iterator[str]:
