@@ -17,7 +17,7 @@ from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
 from titan_rl.tasks.procedural import NAME as GYM
 from titan_rl.tasks.procedural import package
-from titan_rl.tasks.rewards import BUILT_IN, NUMBER, Answered, Reward, last_number_of
+from titan_rl.tasks.rewards import BUILT_IN, NUMBER, Answered, Reward, expected_number, last_number_of
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
@@ -49,7 +49,7 @@ def near_number(arguments: Arguments) -> Verify:
         raise ValueError(f"task.reward_args: expected a tolerance from 0 to below 1, found {tolerance:g}")
 
     def verify(prompt: Prompt, answer: Answered) -> float:
-        expected = last_number_of(prompt.answer.rpartition("####")[2])
+        expected = expected_number(prompt.answer)
         if expected is None:
             raise ValueError(f'"number" expects a number in the reference answer, found {prompt.answer[:80]!r}')
         found = last_number_of(answer.text)

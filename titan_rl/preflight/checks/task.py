@@ -24,7 +24,7 @@ from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
 from titan_rl.tasks.reward_shapes import component
-from titan_rl.tasks.rewards import BUILT_IN, last_number
+from titan_rl.tasks.rewards import BUILT_IN, expected_number
 from titan_rl.tasks.row_files import EXPECTED, row_files
 from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
 from titan_rl.tasks.verifiers import TAKES, VERIFIERS
@@ -167,12 +167,10 @@ def unnumbered(example: Example) -> str:
     if MANY_DIGITS.search(example.answer):
         return "one of 1000 digits or more"
     try:
-        last_number(Prompt(0, "", [], example.answer), "")
+        found = expected_number(example.answer)
     except ValueError as error:
-        if str(error).startswith("task.reward"):
-            return as_toml(example.answer[:200])
         return f"a number that is too large to compare ({error})"
-    return ""
+    return as_toml(example.answer[:200]) if found is None else ""
 
 
 def check_row_lengths(config: Config) -> Iterator[str]:
