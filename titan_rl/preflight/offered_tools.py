@@ -14,7 +14,7 @@ from titan_rl.agents.environment_calls import make_environment, offered_by, rese
 from titan_rl.agents.episode_loop import load_environment
 from titan_rl.agents.tools import Toolbox
 from titan_rl.agents.user_code import asynchronous
-from titan_rl.config.data_sources import data_sources
+from titan_rl.config.data_sources import data_sources, source_problems
 from titan_rl.config.sections import Config
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.preflight.probe import run_child
@@ -30,6 +30,8 @@ def first_prompt(config: Config) -> Prompt | None:
     """Return the first row as an environment sees it; None if there is none, which check_task reports."""
     if config.task.name != "jsonl":
         return Prompt(0, "", [], "")
+    if any(source_problems(config.task)):
+        return None
     with suppress(BadRows, OSError, ValueError, IndexError):
         example = read_source(data_sources(config.task)[0]).examples[0]
         text = example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))

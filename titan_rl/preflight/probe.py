@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,10 @@ from titan_rl.agents.external_python import ExternalPython
 from titan_rl.agents.user_code import asynchronous, call_user, keywords_of
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
+from titan_rl.preflight.refusal import MOST_CHARACTERS
+from titan_rl.tasks.reward_process import KILL_SECONDS
 from titan_rl.tasks.reward_shapes import Arguments, component
+from titan_rl.tasks.reward_worker import SIGNALLED, fork_worker
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import judge_once
 from titan_rl.wire.types import Prompt
@@ -73,18 +75,22 @@ def probe(
 
 def run_child(program: str, seconds: float) -> int | None:
     """Run a program that finds modules where this process does, and return its exit code; None: it did not end in time.
-    Its own children end with it."""
-    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"]
+    All that it started ends with it, also in other sessions."""
+    supervised = f"from {fork_worker.__module__} import fork_worker; fork_worker({os.getpid()}); {program}"
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {supervised}"]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
+    supervisor = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
     try:
-        return child.wait(seconds)
+        code = supervisor.wait(seconds)
+        return code if code <= SIGNALLED else SIGNALLED - code
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        supervisor.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            supervisor.wait(KILL_SECONDS)
+        supervisor.kill()
+        supervisor.wait()
 
 
 def answer(folder: str) -> None:
@@ -139,7 +145,10 @@ def problem_of(
                 verb = "score the first row"
                 judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:  # the user's code may raise any
-        text = str(error)
+        try:
+            text = str(error)[:MOST_CHARACTERS]
+        except BaseException:  # its own __str__ fails
+            text = ""
         found = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return text if text.startswith(key) else f"{key}: expected {name!r} to {verb}, found {found}"
     return ""

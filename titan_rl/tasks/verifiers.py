@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from titan_rl.config.toml import as_float
 from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
@@ -30,7 +31,7 @@ def argument(arguments: Arguments, key: str, kind: type, default: Any = None) ->
     """Return an argument of task.reward_args. Raise ValueError if it is missing, or of another type."""
     value = arguments.get(key, default)
     if kind is float and type(value) is int:
-        value = float(value)
+        value = as_float(value)
     if type(value) is not kind:
         nouns = {str: "a string", int: "an integer", float: "a number"}
         found = "none" if value is None else repr(value)

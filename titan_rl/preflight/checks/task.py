@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
+from titan_rl.config.eval_sets import eval_sets
+from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
@@ -106,13 +108,16 @@ def _procedural(config: Config) -> tuple[Rows, Rows]:
 def data_warnings(config: Config) -> Iterator[str]:
     """Yield what makes evaluations or steps mean less than they seem to."""
     task = config.task
-    if task.name != "jsonl":
+    if task.name != "jsonl" or any(source_problems(task)) or any(set_problems(config.eval.sets)):
         return
     with suppress(OSError, ValueError, BadRows):
         train = {file.path.resolve() for source in data_sources(task) for file in row_files(source.path, "task.path")}
-        held_out = row_files(task.eval_path, "task.eval_path") if config.eval.size and task.eval_path else ()
-        if both := sorted(str(file.path) for file in held_out if file.path.resolve() in train):
-            yield f"task.eval_path: expected rows that are not trained on, found the training rows in {both[0]}"
+        held_out = {"task.eval_path": task.eval_path if config.eval.size else ""}
+        held_out |= {f"eval.sets.{each.name}.path": each.path for each in eval_sets(config.eval.sets)}
+        for key, path in held_out.items():
+            files = row_files(path, key) if path else ()
+            if both := sorted(str(file.path) for file in files if file.path.resolve() in train):
+                yield f"{key}: expected rows that are not trained on, found the training rows in {both[0]}"
         step = config.rollout.groups_per_step
         count = sum(
             len(read_source(source, pairs=config.algorithm.kind in PAIRS).examples) for source in data_sources(task)
@@ -142,6 +147,11 @@ def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"])
         return [], error.problems
     except (OSError, ValueError) as error:
         return [], [str(error)]
+    if source.demonstration_key and key == "path" and not any(example.demonstration for example in examples):
+        expected = f"a column with a conversation in some row of {source.path}"
+        return [], [
+            f"{source.section}.demonstration_key: expected {expected}, found none in {source.demonstration_key!r}"
+        ]
     return examples, named(list(_unusable(config, key, examples)), source.path)
 
 
