@@ -35,9 +35,10 @@ class Endpoint:
     @classmethod
     def find(cls, folder: Path) -> Self:
         try:
-            announced = json.loads((folder / ANNOUNCEMENT).read_text())
+            path = folder / ANNOUNCEMENT
+            announced = json.loads(path.read_text() if path.is_file() else "")
             endpoint, host = cls(folder, int(announced["pid"]), Path(announced["socket"])), announced["host"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             hint = "" if folder.is_dir() else ": there is no such folder"
             raise RequestFailed(f"no run is active in {folder}{hint}", NOT_RUNNING) from None
         if host != socket.gethostname():
