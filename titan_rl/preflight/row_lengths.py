@@ -17,6 +17,7 @@ from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
 from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task
+from titan_rl.text.inspection import unusable
 from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -170,13 +171,9 @@ def _refused(example: Example, what: str, error: Exception) -> str:
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:
     """Return the training examples and the held-out examples that the run cannot use: index -> why. BadRows names those
     that cannot even be read."""
-    if task.template == "chat":
-        try:
-            tokenizer.prompt("1", "chat")
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            expected = f"a tokenizer in {tokenizer.folder} that renders chats"
-            raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
+    if task.template == "chat" and (why := unusable(tokenizer)):
+        expected = f"a chat template of {tokenizer.folder} that renders one question"
+        raise BadRows([f"task.template: expected {expected}, found: {why}"], "")
     answers = reads_answers(config)
     one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # one per character
 

@@ -29,7 +29,7 @@ from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, expected_number
 from titan_rl.tasks.row_files import EXPECTED, row_files
 from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
-from titan_rl.tasks.verifiers import TAKES, VERIFIERS
+from titan_rl.tasks.verifiers import TAKES
 from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
 from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
@@ -263,7 +263,7 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
     """Check that a reward can be called; `key` names it. A user's function is called once."""
     if name in MAY_HANG and not task.reward_workers:
         yield f'task.reward_workers: expected at least 1 for "{name}", which may hang, found 0'
-    if name not in VERIFIERS or name in HEAVY:
+    if ":" in name or name in HEAVY:
         for text in probe(name, prompt, arguments=task.reward_args):
             yield text.replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
         return
@@ -272,7 +272,8 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
         if name == "code_tests" and prompt is not None:
             row_tests(prompt.answer, prompt.row)
     except (TypeError, ValueError) as error:
-        yield str(error) if str(error).startswith("task.") else f"{key}: {error}"
+        text = str(error).replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
+        yield text if text.startswith(("task.", key)) else f"{key}: {text}"
 
 
 def check_template_keys(config: Config) -> Iterator[str]:
