@@ -9,6 +9,10 @@ CODE = Path(titan_rl.__file__).parent
 FLAGS: list[tuple[str, str]] = [
     ("--training.steps ٣", "training.steps: expected an integer"),  # a digit for Python
     ("--optimizer.lr ٣", "optimizer.lr: expected a number"),
+    (
+        "--task.reward_memory_mb 1",
+        "task.reward_memory_mb: expected 0 or at least 64, as an idle process has 40, found 1",
+    ),
     ("--model.dim 1", "model.dim: expected at least n_heads = 4, because head_dim is 0, found 1"),
     (
         f"--eval.sets '{{a = {{temperature = {'9' * 400}}}}}'",

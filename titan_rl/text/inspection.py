@@ -50,8 +50,8 @@ PIN = (
     'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
 )
 DATE, END, LATER = "date", "end of a turn", "later messages"
-MOST_CHARACTERS = 200_000  # of the prompt of a short question
-MOST_BYTES = 2**30  # that a template may take to write it
+MOST_CHARACTERS, MOST_BYTES = 200_000, 2**30
+"""Length of the prompt of a short question, and memory that a template may take to render it."""
 SHOWN = 8  # tokens of context on each side of a difference
 
 

@@ -42,6 +42,8 @@ MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
 """Verifiers whose package takes long to import, so that another process does."""
+LEAST_MEMORY_MB = 64
+"""Of a reward process: before it imports the user's module, it has 39 MiB."""
 TESTED_ROWS = 16
 """Rows of "code_tests" on which an empty program is run."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -207,6 +209,8 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     """Check that every reward can be called. A user's function is called once, with the first row's own answer."""
     task = config.task
     yield from _table(task)
+    if 0 < task.reward_memory_mb < LEAST_MEMORY_MB:
+        yield problem(config, "task.reward_memory_mb", f"0 or at least {LEAST_MEMORY_MB}, as an idle process has 40")
     named = dict.fromkeys([*(name for _, name in rewards_of(task)), *rewards_of_sets(config)])
     arguments = {key for name in named for key in TAKES.get(name, ())}
     for key in task.reward_args:
