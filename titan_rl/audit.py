@@ -15,7 +15,7 @@ from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import SUSPECT, reward_report
 from titan_rl.record.run_history import ROLLOUTS
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 
 SHOWN = 20
 
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "docs/operations.md lists the comparisons, docs/data.md explains --rewards.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    parser.add_argument("run", metavar="RUN", type=path_argument, help="dump folder of the run")
     rewards = "instead, report rewards that may have been won without solving the task, with samples to read"
     parser.add_argument("--rewards", action="store_true", help=rewards)
     return parser

@@ -9,7 +9,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -19,6 +18,7 @@ from rich.text import Text
 from titan_rl.control.client import DONE, REFUSED, Endpoint, RequestFailed
 from titan_rl.record.plan_view import labelled
 from titan_rl.record.terminal import duration, open_console, visible
+from titan_rl.wire.program import path_argument
 
 COMMANDS = {
     "status": "show the step, the ranks and their states, and the calls that are being waited for",
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    parser.add_argument("run", metavar="RUN", type=path_argument, help="dump folder of the run")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands below")
     parser.add_argument(
         "arguments", metavar="NAME=VALUE", nargs="*", default=[], type=argument, help="argument of scale: generators=3"

@@ -27,7 +27,7 @@ from titan_rl.deployed import (
     setup_of,
 )
 from titan_rl.rollout.player import DRIVER_ATTEMPTS
-from titan_rl.wire.program import DONE, FAILED, enter
+from titan_rl.wire.program import DONE, FAILED, enter, path_argument
 
 if TYPE_CHECKING:
     from titan_rl.preflight.plan import Setup
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "which the run was started, if its config has relative paths.",
         allow_abbrev=False,
     )
-    parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=Path, help=TARGET)
+    parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=path_argument, help=TARGET)
     parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
     parser.add_argument("--config", metavar="NAME|FILE", help="config to evaluate by; default: the run's")
     names = f'a set of [eval.sets], "{HELD_OUT}", or NAME=FILE.jsonl; may be repeated. Default: all of the config\'s'
@@ -74,7 +74,11 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     known: dict[str, dict[str, Any]] = {**config.eval.sets}
     if HELD_OUT not in known and config.eval.size:
         known = {HELD_OUT: {}, **known}
-    chosen = dict(name.partition("=")[::2] for name in options.sets)
+    chosen: dict[str, str] = {}
+    for name, _, path in (text.partition("=") for text in options.sets):
+        if name in chosen:
+            raise Refused(f"--set: expected each set once, found {name} again")
+        chosen[name] = path
     for name, path in chosen.items():
         if path:
             known[name] = {**known.get(name, {}), "path": path}

@@ -25,7 +25,7 @@ from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 from titan_rl.wire.seeds import derive
 
 COLD_START = "cold_start/"
@@ -91,11 +91,14 @@ def parser() -> argparse.ArgumentParser:
         "and memory for two copies of the model in float32.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run, which may be active")
+    parser.add_argument("run", metavar="RUN", type=path_argument, help="dump folder of the run, which may be active")
     parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: training.dtype of the run")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="folder to write; default: RUN/hf-step-N-DTYPE. It must not exist"
+        "--out",
+        metavar="FOLDER",
+        type=path_argument,
+        help="folder to write; default: RUN/hf-step-N-DTYPE. It must not exist",
     )
     parser.add_argument("--critic", action="store_true", help="export the critic instead of the policy")
     return parser

@@ -29,7 +29,7 @@ from titan_rl.deployed import (
     overrides_of,
     setup_of,
 )
-from titan_rl.wire.program import DONE, STOPPED, enter
+from titan_rl.wire.program import DONE, STOPPED, enter, path_argument
 
 if TYPE_CHECKING:
     from titan_rl.preflight.plan import Setup
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--section.key VALUE, such as --generator.replicas 2.",
         allow_abbrev=False,
     )
-    parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=Path, help=TARGET)
+    parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=path_argument, help=TARGET)
     parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
     parser.add_argument("--config", metavar="NAME|FILE", help="config to serve by; default: the run's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
@@ -101,7 +101,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         kind = socket.AF_INET6 if ":" in host else socket.AF_INET
         return isolation.outside(lambda: socket.create_server((host, port), family=kind))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # no host can have such a name
         raise Refused(f"--host, --port: expected an address to listen on, found {host}:{port} ({error})") from error
 
 

@@ -24,6 +24,11 @@ def chat(*messages: Any) -> dict[str, Any]:
     return GOOD | {"question": list(messages)}
 
 
+def nested(levels: int) -> Any:
+    """Return an empty list in lists: a row that holds it has one level more."""
+    return [nested(levels - 1)] if levels > 1 else []
+
+
 ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
     (b"", "", "task.path: expected at least one row"),
     (b"\n \n\t\n", "", "task.path: expected at least one row"),
@@ -44,6 +49,12 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
     (lines(GOOD | {"other": ["\udfff"]}), "", "train.jsonl:1: expected text that UTF-8 can encode"),
     (lines(GOOD, b"[" * 100_000), "", "train.jsonl:2: expected a JSON object, found one that is nested too deeply"),
     (lines(GOOD, b'{"x":' * 100_000), "", "train.jsonl:2: expected a JSON object"),
+    (lines(GOOD, GOOD | {"x": nested(101)}), "", "train.jsonl:2: expected a JSON object, found one that is nested too"),
+    (
+        lines(GOOD, GOOD),
+        "--task.demonstration_key shown --cold_start.steps 1",
+        "task.demonstration_key: expected a column with a conversation in some row of train.jsonl, found none in",
+    ),
     (lines(GOOD, b'{"question": "1", "answer": ' + b"9" * 5000 + b"}"), "", "train.jsonl:2: expected a JSON object"),
     (
         lines(GOOD, b'{"question": "1", "answer": "1", "answer": "2"}'),
@@ -110,6 +121,8 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("def f(completion): return 10 ** 400", "to return a number, found 1000"),
     ("def f(completion): raise ValueError('x' * 9)", "to score the first row, found ValueError: xxxxxxxxx"),
     ("def f(completion): raise KeyboardInterrupt", "to score the first row, found KeyboardInterrupt"),
+    ("class E(Exception):\n  def __str__(self): return 5\ndef f(completion): raise E", "found E"),
+    ("class E(Exception):\n  def __str__(self): raise self\ndef f(completion): raise E", "found E"),
     ("def f(row): return row['no_such']", "to score the first row, found KeyError: 'no_such'"),
 ]
 FATAL_REWARDS: list[tuple[str, str]] = [  # they end or block their process, or read its stdin
@@ -224,6 +237,13 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (_text("tokenizer.json", "{}"), "expected a tokenizer, found"),
     (_text("tokenizer.json", "[" * 100_000), "expected a tokenizer, found"),
     (lambda f: (f / "tokenizer.json").unlink(), "expected a tokenizer, found"),
+    (
+        _text("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000, "</s>": 1}, "merges": []}}'),
+        "a vocab_size of at least the tokenizer's 4000000001",
+    ),
+    (_text("chat_template.jinja", b"\xff{{ 1 }}"), "chat_template.jinja, where a template in UTF-8 was expected"),
+    (lambda f: edit(f / "tokenizer_config.json", chat_template=["x"]), "texts as name and template of every"),
+    (lambda f: edit(f / "tokenizer_config.json", chat_template=[{"name": "x"}]), "texts as name and template of every"),
     (_text("tokenizer_config.json", "[]"), "tokenizer_config.json"),
     (_text("tokenizer_config.json", b"\xff"), "tokenizer_config.json"),
     (_text("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json"),
@@ -249,6 +269,7 @@ ODD_ROWS: list[tuple[bytes, str]] = [
     (lines(GOOD, GOOD | {"question": "1" * 500}), "--task.bad_rows drop"),
     (lines(GOOD, GOOD | {"question": "1" * 5_000_000}), "--task.bad_rows drop"),
     (lines(*[GOOD] * 5000), ""),
+    (lines(GOOD | {"x": nested(99), "y": [[]] * 200}), ""),
 ]
 ODD_REWARDS = [
     "def f(): return 1",

@@ -1,7 +1,41 @@
 """Command lines and config files that no run can use, each with a part of the message that must refuse it; and odd ones
 that a run can use."""
 
+from pathlib import Path
+
+import titan_rl
+
+CODE = Path(titan_rl.__file__).parent
 FLAGS: list[tuple[str, str]] = [
+    ("--training.steps ٣", "training.steps: expected an integer"),  # a digit for Python
+    ("--optimizer.lr ٣", "optimizer.lr: expected a number"),
+    (
+        "--task.reward_memory_mb 1",
+        "task.reward_memory_mb: expected 0 or at least 64, as an idle process has 40, found 1",
+    ),
+    ("--model.dim 1", "model.dim: expected at least n_heads = 4, because head_dim is 0, found 1"),
+    (
+        f"--eval.sets '{{a = {{temperature = {'9' * 400}}}}}'",
+        "eval.sets.a.temperature: expected a number >= 0 and <= 2",
+    ),
+    (
+        f"--task.name jsonl --task.sources '{{a = {{path = \"x\", weight = {'9' * 400}}}}}'",
+        "task.sources.a.weight: expected a number > 0 and <= 1e+06, found Infinity",
+    ),
+    ("--task.name jsonl --task.sources '{a = {path = 5}}'", "task.sources.a.path: expected a string, found 5"),
+    (
+        f"--task.reward number --task.reward_args '{{tolerance = {'9' * 400}}}'",
+        "task.reward_args: expected a tolerance from 0 to below 1, found inf",
+    ),
+    (f"--task.reward {'a' * 5000}:f", "task.reward = 'aaa"),
+    (f"--{'a' * 5000}.b 1", "... (10,0"),
+    (
+        "--hosts.kind attach --hosts.insecure --hosts.addresses tcp://node1:٣٣",
+        "hosts.addresses: expected addresses such as",
+    ),
+    (f"--job.dump_folder {CODE}", "job.dump_folder: expected a folder outside this program's own code"),
+    (f"--job.dump_folder {CODE}/x/y", "job.dump_folder: expected a folder outside this program's own code"),
+    (f"--job.dump_folder {CODE.parent}", "job.dump_folder: expected a folder outside this program's own code"),
     ("--optimizer.beta1 1", "optimizer.beta1: expected a number >= 0 and < 1, found 1.0"),
     ("--optimizer.beta2 -0.1", "optimizer.beta2: expected"),
     ("--optimizer.eps 0", "optimizer.eps: expected"),

@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from titan_rl import audit, ctl, export
 from titan_rl import eval as eval_program
 from titan_rl import serve as serve_program
 from titan_rl.config.sections import (
@@ -146,6 +148,7 @@ def test_flags_change_the_chosen_sets() -> None:
         (["--temperature", "3"], "eval.sets.hard.temperature: expected a number >= 0 and <= 2, found 3"),
         (["--samples", "4", "--temperature", "0"], "greedy answers would be the same"),
         (["--set", "a b=x"], "eval.sets: expected a name of letters"),
+        (["--set", "hard", "--set", "hard=x"], "--set: expected each set once, found hard again"),
     ],
 )
 def test_sets_that_cannot_be(argv: list[str], problem: str) -> None:
@@ -167,7 +170,9 @@ def test_a_server_reads_no_data() -> None:
     assert (config.task.template, config.task.name) == ("chat", "addition")
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("256.0.0.1", 0), ("no host", 0)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 99999), ("256.0.0.1", 0), ("no host", 0), ("\udcff", 0), ("é" * 300, 0)]
+)
 def test_an_address_that_cannot_be_listened_on(host: str, port: int) -> None:
     with pytest.raises(Refused, match="--host, --port: expected an address to listen on, found"):
         serve_program.bound_socket(host, port)
@@ -200,3 +205,12 @@ def test_a_deployment_of_a_mixture_reads_its_evaluation_data_or_the_sources(tmp_
         found = replace(config, task=replace(mixed, eval_path=eval_path))
         setup = setup_of(found, folder, tmp_path)
         assert (len(setup.task.parts), len(setup.heldout.prompts)) == (parts, 1 - parts // 2)
+
+
+@pytest.mark.parametrize("program", [eval_program, serve_program, export, audit, ctl])
+def test_a_path_that_no_file_can_have(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["x" * 5000, *(["status"] if program is ctl else [])]
+    with pytest.raises(SystemExit) as stop:
+        program.main(words)
+    assert stop.value.code == 2
+    assert "expected a path, found 'xxx" in capsys.readouterr().err

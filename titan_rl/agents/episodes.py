@@ -12,7 +12,7 @@ the policy answers without a call.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,8 @@ def messages_from(observation: Observation) -> list[Message]:
         return []
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    messages = [observation] if isinstance(observation, Mapping) else list(observation)
+    found: Any = observation
+    messages = list(found) if isinstance(found, Iterable) and not isinstance(found, Mapping) else [found]
     if bad := [each for each in messages if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
         raise TypeError(f'observation: expected text or messages with a "role", found {shortened(bad[0])}')
     return [dict(each) for each in messages]

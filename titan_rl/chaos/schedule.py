@@ -125,6 +125,8 @@ def problems(count: int, roles: Collection[str], steps: int, only: Collection[st
         for part in only
         if part not in known
     ]
+    if count < 0:
+        found.append(f"--kills: expected at least 0, found {count}")
     if len(at) < count:
         found.append(
             f"{count} faults: expected at least {count} steps from {at.start} to {at.stop - 1}, of {steps}; "

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from titan_rl.config.algorithm_sections import TaskSection
 from titan_rl.config.choices import Table, bounds
 from titan_rl.config.eval_sets import NAME
-from titan_rl.config.toml import Key, as_toml, did_you_mean
+from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +87,4 @@ def _inherited(task: TaskSection) -> dict[str, Any]:
 def _as_floats(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with an integer weight as a float."""
     weight = table.get("weight")
-    return {**table, "weight": float(weight)} if type(weight) is int else dict(table)
+    return {**table, "weight": as_float(weight)} if type(weight) is int else dict(table)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from titan_rl.config.choices import bounds
-from titan_rl.config.toml import Key, as_toml, did_you_mean
+from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 HELD_OUT = "heldout"
@@ -66,4 +66,4 @@ def problems_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def _as_floats(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with integers as floats where a key takes a float."""
     floats = {name for name, key in keys().items() if key.type is float}
-    return {name: float(v) if name in floats and type(v) is int else v for name, v in table.items()}
+    return {name: as_float(v) if name in floats and type(v) is int else v for name, v in table.items()}

@@ -125,7 +125,7 @@ class Key:
         with contextlib.suppress(KeyError, ValueError, RecursionError):
             if self.is_switch and text not in self.choices:
                 return {"true": True, "false": False}[text.lower()]
-            if self.type in (int, float):
+            if self.type in (int, float) and text.isascii():  # Python also reads the digits of other scripts
                 return self.type(text)
             if self.type == list[str] and not text.lstrip().startswith("["):
                 return [item.strip() for item in text.split(",") if item.strip()]
@@ -214,7 +214,7 @@ def load(
     def valid(section: str, name: str, key: Key, value: Any, label: str) -> Any:
         """Return the value in the type of the key, or None after noting a problem."""
         if key.type is float and type(value) is int:
-            value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused below; float() would raise
+            value = as_float(value)
         if not key.accepts(value):
             elsewhere = VALUES.get((section, name, str(value)))
             hint = f"; {elsewhere}" if elsewhere else did_you_mean(str(value), map(as_text, key.choices))
@@ -298,6 +298,11 @@ def as_toml(value: Any) -> str:
         return "{" + ", ".join(f"{as_toml(str(key))} = {as_toml(item)}" for key, item in value.items()) + "}"
     text = json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
     return text.encode(errors="backslashreplace").decode()  # what no encoding has, such as a byte of another encoding
+
+
+def as_float(value: int) -> float:
+    """Return an integer as a float: inf, which no key accepts, if it is too large for one."""
+    return float(value) if value.bit_length() < 1024 else math.inf
 
 
 def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:

@@ -39,7 +39,7 @@ class Endpoint:
                 raise FileNotFoundError
             announced = json.loads((folder / ANNOUNCEMENT).read_text())
             endpoint, host = cls(folder, int(announced["pid"]), Path(announced["socket"])), announced["host"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             hint = "" if folder.is_dir() else ": there is no such folder"
             raise RequestFailed(f"no run is active in {folder}{hint}", NOT_RUNNING) from None
         if host != socket.gethostname():

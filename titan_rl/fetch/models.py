@@ -107,6 +107,8 @@ def make(model: PretrainedModel, folder: Path, cache: Path, wanted: str) -> None
 
 def convert_file(source: Path, folder: Path) -> None:
     """Convert a user's GGUF file into a new Hugging Face folder."""
+    if not source.is_file():
+        raise FetchFailed(f"NAME: expected the path of a GGUF file, found none at {source}")
     if folder.exists():
         raise FetchFailed(f"--to: expected a new folder, found {folder}")
     wheels = cache_folder() / "wheels"

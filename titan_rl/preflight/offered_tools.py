@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from titan_rl.agents.environment_calls import make_environment, offered_by, rese
 from titan_rl.agents.episode_loop import load_environment
 from titan_rl.agents.tools import Toolbox
 from titan_rl.agents.user_code import asynchronous
-from titan_rl.config.data_sources import data_sources
+from titan_rl.config.data_sources import source_problems
 from titan_rl.config.sections import Config
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.preflight.probe import run_child
-from titan_rl.tasks.examples import BadRows, read_source
+from titan_rl.tasks.examples import BadRows
+from titan_rl.tasks.task import load_task
+from titan_rl.text.tokenizer import messages_of
+from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 SECONDS = 60.0  # for the child to import the environment, and to reset it once
@@ -28,12 +32,14 @@ Schemas = tuple[dict[str, Any], ...]
 
 def first_prompt(config: Config) -> Prompt | None:
     """Return the first row as an environment sees it; None if there is none, which check_task reports."""
-    if config.task.name != "jsonl":
-        return Prompt(0, "", [], "")
+    task = config.task
+    if any(source_problems(task)):
+        return None
     with suppress(BadRows, OSError, ValueError, IndexError):
-        example = read_source(data_sources(config.task)[0]).examples[0]
+        seed = derive(config.debug.seed, "task")
+        example = load_task(replace(task, eval_path=""), seed=seed, eval_size=0).train[0]
         text = example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
-        messages = () if isinstance(example.prompt, str) else tuple(example.prompt)
+        messages = messages_of(example.prompt, task.system_prompt) if task.template == "chat" else ()
         return Prompt(0, text, [], example.answer, example.row, messages=messages)
     return None
 

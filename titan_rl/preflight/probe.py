@@ -9,11 +9,11 @@ child, and is one line.
 import asyncio
 import faulthandler
 import importlib
+import inspect
 import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,20 +24,31 @@ from typing import Any
 
 from titan_rl.agents.adapters import MAKERS
 from titan_rl.agents.agent_session import OFFERED
-from titan_rl.agents.environment_calls import load_agent, make_environment, offered_by
+from titan_rl.agents.environment_calls import (
+    load_agent,
+    make_environment,
+    offered_by,
+    reset_environment,
+    tools_of,
+)
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
+from titan_rl.agents.episodes import messages_from
 from titan_rl.agents.external_python import ExternalPython
-from titan_rl.agents.user_code import asynchronous, call_user, keywords_of
+from titan_rl.agents.tools import Toolbox
+from titan_rl.agents.user_code import asynchronous, call_user, keywords_of, parameters_of
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
+from titan_rl.preflight.refusal import MOST_CHARACTERS
+from titan_rl.tasks.reward_process import KILL_SECONDS
 from titan_rl.tasks.reward_shapes import Arguments, component
+from titan_rl.tasks.reward_worker import SIGNALLED, fork_worker
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import judge_once
 from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
-IMPORTING, CALLING, CONSTRUCTING = "importing", "calling", "constructing"
+IMPORTING, CALLING, CONSTRUCTED, RESET = "importing", "calling", "constructed", "reset"
 
 
 def probe(
@@ -49,42 +60,48 @@ def probe(
 ) -> Iterator[str]:
     """Yield the problem of `name`, if it has one. A reward is imported, and called with the prompt's own answer; an
     override is imported and must be registered; an environment or an agent is imported as `environment` configures, and
-    a user's environment is constructed for the prompt."""
-    seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment is not None and environment.python else 1)
+    a user's environment is constructed, reset and closed for the prompt."""
+    section = environment or EnvironmentSection()
+    seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if section.python else 1)
     with tempfile.TemporaryDirectory() as folder:
         question, stages, stack = (Path(folder) / file for file in ("question", "stages", "stack"))
-        question.write_bytes(pickle.dumps((seconds, (key, name, prompt, arguments, environment))))
+        question.write_bytes(pickle.dumps((seconds, (key, name, prompt, arguments, section))))
         # The child itself ends earlier, unless its clock is stopped.
-        code = run_child(f"from {__name__} import answer; answer({folder!r})", 3 * seconds + 30)
+        code = run_child(f"from {__name__} import answer; answer({folder!r})", 3 * seconds + section.turn_seconds + 30)
         lines = [json.loads(line) for line in stages.read_text().splitlines()] if stages.exists() else []
         last = lines[-1] if lines else IMPORTING
         stages_of = {IMPORTING: "be imported", CALLING: "return a number for the first row"}
-        stages_of[CONSTRUCTING] = "be constructed for the first row"
+        stages_of |= {each: f"be {each} for the first row" for each in (CONSTRUCTED, RESET)}
         expected = f"{name!r} to {stages_of.get(last, last)}"
         if last not in stages_of:
             yield from filter(None, [last])
         elif code is None or (stack.exists() and stack.stat().st_size):
             at = re.search(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
             place = f" at {at[1]}:{at[2]}" if at else ""
-            yield f"{key}: expected {expected} within {seconds} s, found it still running{place}"
+            within = section.turn_seconds if last == RESET else seconds
+            yield f"{key}: expected {expected} within {within:g} s, found it still running{place}"
         else:
             yield f"{key}: expected {expected}, found that it ends the process with exit code {code}"
 
 
 def run_child(program: str, seconds: float) -> int | None:
     """Run a program that finds modules where this process does, and return its exit code; None: it did not end in time.
-    Its own children end with it."""
-    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"]
+    All that it started ends with it, also in other sessions."""
+    supervised = f"from {fork_worker.__module__} import fork_worker; fork_worker({os.getpid()}); {program}"
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {supervised}"]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
+    supervisor = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
     try:
-        return child.wait(seconds)
+        code = supervisor.wait(seconds)
+        return code if code <= SIGNALLED else SIGNALLED - code
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        supervisor.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            supervisor.wait(KILL_SECONDS)
+        supervisor.kill()
+        supervisor.wait()
 
 
 def answer(folder: str) -> None:
@@ -95,7 +112,8 @@ def answer(folder: str) -> None:
         def write(line: str) -> None:
             print(json.dumps(line), file=stages, flush=True)
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback_later(seconds, file=stack, exit=True)
+            within = question[-1].turn_seconds if line == RESET else seconds  # as in the run
+            faulthandler.dump_traceback_later(within, file=stack, exit=True)
 
         write(problem_of(*question, begin=write))
     os._exit(0)  # not to wait for its threads
@@ -106,26 +124,29 @@ def problem_of(
     name: str,
     prompt: Prompt | None,
     arguments: Arguments | None,
-    environment: EnvironmentSection | None,
+    environment: EnvironmentSection,
     *,
     begin: Callable[[str], None],
 ) -> str:
     """Import the code, and call a reward; return the problem, or "". `begin` is called with each stage."""
-    begin(IMPORTING)
     verb = "import"
+
+    def next_stage(stage: str, next_verb: str) -> None:
+        nonlocal verb
+        verb = next_verb
+        begin(stage)
+
+    begin(IMPORTING)
     try:
         if key in (KEY, AGENT_KEY):
-            e = environment or EnvironmentSection()
-            make = _load_rollout_code(key, name, e)
+            make = _load_rollout_code(key, name, environment)
             if (
                 make is not None
                 and prompt is not None
                 and name.partition(":")[0] not in MAKERS
                 and (isinstance(make, type) or not asynchronous(make))
             ):
-                begin(CONSTRUCTING)
-                verb = "construct"
-                asyncio.run(_construct(make, name, prompt, e.args))
+                asyncio.run(_rehearse(make, name, prompt, environment.args, next_stage))
         elif key != "task.reward":
             from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
 
@@ -135,11 +156,13 @@ def problem_of(
         else:
             reward = component(name, arguments)
             if prompt is not None:
-                begin(CALLING)
-                verb = "score the first row"
+                next_stage(CALLING, "score the first row")
                 judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:  # the user's code may raise any
-        text = str(error)
+        try:
+            text = str(error)[:MOST_CHARACTERS]
+        except BaseException:  # its own __str__ fails
+            text = ""
         found = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return text if text.startswith(key) else f"{key}: expected {name!r} to {verb}, found {found}"
     return ""
@@ -156,12 +179,32 @@ def _load_rollout_code(key: str, name: str, e: EnvironmentSection) -> Callable[.
     return None
 
 
-async def _construct(make: Callable[..., Any], name: str, prompt: Prompt, args: Mapping[str, Any]) -> None:
-    """Make an environment as a rollout of this prompt would, and close it."""
+async def _rehearse(
+    make: Callable[..., Any],
+    name: str,
+    prompt: Prompt,
+    args: Mapping[str, Any],
+    begin: Callable[[str, str], None],
+) -> None:
+    """Make an environment as a rollout of this prompt would, reset it and close it."""
+    begin(CONSTRUCTED, "construct")
+    declared = parameters_of(make)
+    names = [p.name for p in declared]
+    takes_any = "env_config" in names or any(p.kind is p.VAR_KEYWORD for p in declared)
+    if unknown := [each for each in args if not takes_any and each not in names]:
+        raise TypeError(f"no parameter for environment.args = {unknown[0]!r}; it has {', '.join(names) or 'none'}")
     offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
     environment = await make_environment(make, name, offered, args)
     if not callable(getattr(environment, "reset", None)):
         raise TypeError(f"an object without reset(): {type(environment).__name__}")
+    if hasattr(environment, "step"):
+        try:
+            inspect.signature(environment.step).bind("reply")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a step() that does not take one reply: {error}") from error
+    begin(RESET, "reset for the first row")
+    messages_from(await reset_environment(environment, name, offered))
+    Toolbox(tools_of(environment))
     if hasattr(environment, "close"):
         await call_user(environment.close)
 

@@ -11,6 +11,9 @@ from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 
+MOST_CHARACTERS = 4000
+"""Of a line: the text of an error, or the name of a key, may have any number."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,7 +34,9 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     console.print(f"titan_rl: {count} in {printable(source) or 'the command line'}", style="bold red")
     for problem in problems:
-        console.print(f"  - {printable(' '.join(problem.splitlines()))}", style="red")
+        line = " ".join(problem[:MOST_CHARACTERS].splitlines())
+        more = f" ... ({len(problem):,} characters)" if len(problem) > MOST_CHARACTERS else ""
+        console.print(f"  - {printable(line)}{more}", style="red")
     raise SystemExit(2)
 
 

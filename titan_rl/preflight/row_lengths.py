@@ -1,31 +1,31 @@
 """Finds the rows of a task that a run cannot use, because they are too long or empty.
 
 examples -> lengths -> RowLength(prompt, answer, rejected) in tokens -> limits_on(config) -> unfit rows, and why
+
+The lengths of a large data set are cached by content (length_cache.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
+from titan_rl.preflight.length_cache import RowLength, Rows, cached, digest_of
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
 from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task
+from titan_rl.text.inspection import unusable
+from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import TextTokenizer
 
 CHUNK = 512  # rows that are tokenized at once, on all cores
-SURELY_TOKENIZED = 1_000_000  # characters of a text whose tokens are counted, however few are allowed
-
-
-class RowLength(NamedTuple):
-    """Tokens of the parts of a row; answers include EOS."""
-
-    prompt: int
-    answer: int = 0
-    rejected: int = 0
+SURELY_TOKENIZED = 1_000_000  # characters of a text whose tokens are counted, even where few are allowed
+CACHED_ROWS = 5_000  # fewer are tokenized in less than a second
+CACHED_ROWS = 5_000
+"""Rows from which their lengths are cached: fewer are tokenized in less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,13 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     return [*uses, *([sampled] if cold.steps and cold.stop_at and kind != "rl" else [])]
 
 
-def lengths(
-    examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int
-) -> Iterator[RowLength | str]:
+def lengths(examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int) -> Rows:
     """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that cannot fit
     `most` tokens is not tokenized."""
-    longest = most * tokenizer.longest_token
+    longest = _longest_text(tokenizer, most)
 
     def tokens(texts: Sequence[str], special: bool = False) -> list[int]:
-        short = [text if len(text) <= max(longest, SURELY_TOKENIZED) else "" for text in texts]
+        short = [text if len(text) <= longest else "" for text in texts]
         encoded = tokenizer.tokenizer.encode_batch_fast(short, add_special_tokens=special)
         whole = zip(texts, short, encoded, strict=True)
         return [
@@ -90,7 +88,7 @@ def lengths(
     def prompts(chunk: Sequence[Example]) -> list[int | str]:
         if task.template == "plain":
             return list(tokens([str(example.prompt) for example in chunk], special=True))
-        return [_chat_tokens(example, task, tokenizer, longest) for example in chunk]
+        return _chat_lengths(chunk, task, tokenizer, longest)
 
     for start in range(0, len(examples), CHUNK):
         chunk = examples[start : start + CHUNK]
@@ -105,6 +103,34 @@ def lengths(
                 yield RowLength(prompt, answer + 1, other + 1)
 
 
+def cached_lengths(
+    examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int
+) -> Rows:
+    """Yield what `lengths` does, from the cache if that is known."""
+    measured = lengths(examples, task, tokenizer, answers=answers, most=most)
+    templates = own_template(tokenizer.folder, tokenizer.settings)
+    sources = (*templates, tokenizer.chat_settings.template, *(part.template for part in task.parts))
+    dated = any("strftime_now" in source for source in sources)  # tomorrow's prompts may have other lengths
+    if len(examples) < CACHED_ROWS or task.game or (dated and task.template == "chat"):
+        yield from measured
+        return
+
+    def parts() -> Iterator[Any]:
+        yield (tokenizer.folder / "tokenizer.json").read_bytes()
+        yield tokenizer.settings, tokenizer.bos, tokenizer.eos_ids, tokenizer.chat_settings, templates
+        yield task.template, task.system_prompt, task.parts, task.tools
+        yield answers, _longest_text(tokenizer, most)
+        for e in examples:
+            yield e.prompt, *((e.answer, e.rejected, e.demonstration) if answers else ()), e.source, e.where
+
+    yield from cached(digest_of(parts()), measured)
+
+
+def _longest_text(tokenizer: TextTokenizer, most: int) -> int:
+    """Return the characters of the longest text that is tokenized where `most` tokens are allowed."""
+    return max(most * tokenizer.longest_token, SURELY_TOKENIZED)
+
+
 def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
     try:
         (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.tools)
@@ -113,14 +139,28 @@ def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer)
     return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)
 
 
-def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest: int) -> int | str:
-    characters = len(str(example.prompt))
-    if characters > max(longest, SURELY_TOKENIZED):
-        return characters // tokenizer.longest_token
-    try:
-        return len(task.read(example, tokenizer))
-    except Exception as error:
-        return _refused(example, "a prompt", error)
+def _chat_lengths(chunk: Sequence[Example], task: Task, tokenizer: TextTokenizer, longest: int) -> list[int | str]:
+    """Return the tokens of each prompt, or why the chat template refuses it."""
+    found: dict[int, int | str] = {}
+    rendered: dict[TextTokenizer, dict[int, str]] = {}  # the templates of sources have their own renderers
+    for i, example in enumerate(chunk):
+        try:
+            if (characters := len(str(example.prompt))) > longest:
+                found[i] = characters // tokenizer.longest_token
+            else:
+                rendered.setdefault(task.reader(example, tokenizer), {})[i] = task.rendered(example, tokenizer)
+        except Exception as error:
+            found[i] = _refused(example, "a prompt", error)
+    for reader, texts in rendered.items():
+        try:
+            found |= zip(texts, reader.chat.outside.lengths([*texts.values()]), strict=True)
+        except Exception:  # one text has no tokens: which one?
+            for i in texts:
+                try:
+                    found[i] = len(task.read(chunk[i], tokenizer))
+                except Exception as error:
+                    found[i] = _refused(chunk[i], "a prompt", error)
+    return [found[i] for i in range(len(chunk))]
 
 
 def _refused(example: Example, what: str, error: Exception) -> str:
@@ -131,19 +171,15 @@ def _refused(example: Example, what: str, error: Exception) -> str:
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:
     """Return the training examples and the held-out examples that the run cannot use: index -> why. BadRows names those
     that cannot even be read."""
-    if task.template == "chat":
-        try:
-            tokenizer.prompt("1", "chat")
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            expected = f"a tokenizer in {tokenizer.folder} that renders chats"
-            raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
+    if task.template == "chat" and (why := unusable(tokenizer)):
+        expected = f"a chat template of {tokenizer.folder} that renders one question"
+        raise BadRows([f"task.template: expected {expected}, found: {why}"], "")
     answers = reads_answers(config)
     one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # one per character
 
-    def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
+    def measured(examples: Sequence[Example], most: int) -> Rows:
         if not one_token_each:
-            yield from lengths(examples, task, tokenizer, answers=answers, most=most)
+            yield from cached_lengths(examples, task, tokenizer, answers=answers, most=most)
             return
         by_characters: dict[tuple[int, ...], RowLength | str] = {}
         for example in examples:

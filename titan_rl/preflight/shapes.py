@@ -22,6 +22,9 @@ def shape_of(model: ModelSection) -> ModelShape:
             expected = f'expected "{shape.family}" or "auto", the family of {model.hf_assets_path}'
             raise ValueError(f'model.name: {expected}, found "{model.name}"')
         return shape
+    if not model.head_dim and model.dim < model.n_heads:
+        least = f"at least n_heads = {model.n_heads}, because head_dim is 0"
+        raise ValueError(f"model.dim: expected {least}, found {model.dim}")
     family = "llama3" if model.name == "auto" else model.name
     routed = FAMILIES[family].experts
     return ModelShape(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+MOST_NESTED = 100
+"""Levels of lists and objects in a row. pickle, by which rows reach other processes, fails at about 300."""
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
@@ -34,6 +36,8 @@ def _row(line: str, where: str) -> Row:
         row = json.loads(line, object_pairs_hook=_once)
         if "\\u" in line:  # an escape may stand for half of a character
             json.dumps(row, ensure_ascii=False).encode()
+        if line.count("[") + line.count("{") > MOST_NESTED and _nested(row) > MOST_NESTED:
+            raise RecursionError
     except UnicodeEncodeError as error:
         half = f"a lone surrogate, U+{ord(error.object[error.start]):04X}"
         raise ValueError(f"{where}: expected text that UTF-8 can encode, found {half}") from error
@@ -44,6 +48,15 @@ def _row(line: str, where: str) -> Row:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
+
+
+def _nested(value: Any) -> int:
+    """Return the levels of lists and objects in a value."""
+    levels, inner = 0, [value]
+    while inner := [each for each in inner if isinstance(each, list | dict)]:
+        levels += 1
+        inner = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+    return levels
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Row:

@@ -106,12 +106,17 @@ def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
 def last_number(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
     fraction is a number; a part of another term (x^2, 4 + 3, 10:30, 2\\sqrt{3}) is none."""
-    expected = last_number_of(prompt.answer.rpartition("####")[2])
+    expected = expected_number(prompt.answer)
     if expected is None:
         raise ValueError(
             f'task.reward = "last_number" expects a number in the answer, found {prompt.answer!r} (prompt {prompt.id})'
         )
     return float(last_number_of(completion) == expected)
+
+
+def expected_number(answer: str) -> Fraction | None:
+    """Return the number of a reference answer: the last one after "####", or of the whole. None: it has none."""
+    return last_number_of(answer.rpartition("####")[2])
 
 
 BUILT_IN: dict[str, Reward] = {"exact": exact, "last_number": last_number}

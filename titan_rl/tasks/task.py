@@ -80,11 +80,18 @@ class Task:
 
     def read(self, example: Example, tokenizer: TextTokenizer) -> list[int]:
         """Return the tokens of the example, by the chat template and the system prompt of its source."""
+        return self.reader(example, tokenizer).prompt(example.prompt, self.template, self._system(example))
+
+    def rendered(self, example: Example, tokenizer: TextTokenizer) -> str:
+        """Return the text whose tokens a chat's example has, with marks that the renderer of `reader` reads."""
+        return self.reader(example, tokenizer).chat.render(messages_of(example.prompt, self._system(example)))
+
+    def reader(self, example: Example, tokenizer: TextTokenizer) -> TextTokenizer:
+        """Return the tokenizer with the chat template of the example's source."""
         part = self._part(example)
-        if part is not None and self.template == "chat":
-            own = replace(tokenizer.chat_settings, template=part.template, kwargs=part.kwargs)
-            tokenizer = with_chat(tokenizer, own)
-        return tokenizer.prompt(example.prompt, self.template, self._system(example))
+        if part is None or self.template != "chat":
+            return tokenizer
+        return with_chat(tokenizer, replace(tokenizer.chat_settings, template=part.template, kwargs=part.kwargs))
 
     def _system(self, example: Example) -> str:
         part = self._part(example)

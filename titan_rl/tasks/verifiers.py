@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+from titan_rl.config.toml import as_float
 from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
@@ -26,6 +27,7 @@ from titan_rl.tasks.rewards import (
     Answered,
     Reward,
     braced_power,
+    expected_number,
     last_number_of,
 )
 from titan_rl.wire.types import Prompt
@@ -40,7 +42,7 @@ def argument(arguments: Arguments, key: str, kind: type, default: Any = None) ->
     """Return an argument of task.reward_args. Raise ValueError if it is missing, or of another type."""
     value = arguments.get(key, default)
     if kind is float and type(value) is int:
-        value = float(value)
+        value = as_float(value)
     if type(value) is not kind:
         nouns = {str: "a string", int: "an integer", float: "a number"}
         found = "none" if value is None else repr(value)
@@ -59,7 +61,7 @@ def near_number(arguments: Arguments) -> Verify:
         raise ValueError(f"task.reward_args: expected a tolerance from 0 to below 1, found {tolerance:g}")
 
     def verify(prompt: Prompt, answer: Answered) -> float:
-        expected = last_number_of(prompt.answer.rpartition("####")[2])
+        expected = expected_number(prompt.answer)
         if expected is None:
             raise ValueError(f'"number" expects a number in the reference answer, found {prompt.answer[:80]!r}')
         found = last_number_of(answer.text)

@@ -5,8 +5,11 @@
 Nothing here needs a model: each check renders a few messages, which takes milliseconds.
 """
 
+import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_rl.text.answers import MalformedCall
@@ -47,6 +50,8 @@ PIN = (
     'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
 )
 DATE, END, LATER = "date", "end of a turn", "later messages"
+MOST_CHARACTERS, MOST_BYTES = 200_000, 2**30
+"""Length of the prompt of a short question, and memory that a template may take to render it."""
 SHOWN = 8  # tokens of context on each side of a difference
 
 
@@ -64,11 +69,35 @@ Check = Callable[[TextTokenizer], Iterator[Finding]]
 
 def inspect_template(text: TextTokenizer) -> list[Finding]:
     """Return the findings of all checks. A template that cannot render one question ends the inspection."""
-    try:
-        text.chat.prompt([ASKED])
-    except Exception as error:  # a template may raise anything
-        return [Finding("one question", f"expected a prompt, found {type(error).__name__}: {error}", refuses=True)]
+    if why := unusable(text):
+        return [Finding("one question", why, refuses=True)]
     return [finding for check in CHECKS for finding in check(text)]
+
+
+def unusable(text: TextTokenizer) -> str:
+    """Return why the template cannot render one question, or ""."""
+    try:
+        with at_most(MOST_BYTES):
+            rendered = text.chat.render([ASKED])
+        if len(rendered) > MOST_CHARACTERS:
+            return f"expected a prompt of at most {MOST_CHARACTERS:,} characters, found one of {len(rendered):,}"
+        text.chat.outside.encode(rendered)
+    except Exception as error:  # a template may raise anything
+        return f"expected a prompt, found {type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Let this process allocate at most this much more memory. Beyond it, Python raises MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = [pages * resource.getpagesize() + nbytes, *(each for each in before if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -93,13 +93,24 @@ def own_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     where transformers looks: chat_template.jinja and its folder of further ones, else tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
     files |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found = {name: _text(path) for name, path in files.items()}
     listed = settings.get("chat_template")
     if not found and isinstance(listed, str):
         found = {"default": listed}
     elif not found and isinstance(listed, list):
-        found = {entry["name"]: entry["template"] for entry in listed}
+        for entry in listed:
+            if not (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))):
+                expected = "texts as name and template of every chat_template"
+                raise ValueError(f"{entry!r:.80} in {folder}'s tokenizer_config.json, where {expected} were expected")
+            found[entry["name"]] = entry["template"]
     return found.get("default", ""), found.get("tool_use", "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error} in {path}, where a template in UTF-8 was expected") from error
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

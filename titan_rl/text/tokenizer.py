@@ -101,6 +101,7 @@ class TextTokenizer:
         if not eos_ids:
             raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id, found none")
         pad = named("pad_token")
+        own_template(folder, settings)  # raises ValueError if it cannot be read
         return cls(
             folder=folder,
             tokenizer=tokenizer,
@@ -122,9 +123,9 @@ class TextTokenizer:
         return [token for token in self.tokenizer.encode("").ids if token == self.bos][:1]
 
     @cached_property
-    def _gaps(self) -> frozenset[int]:
-        """The ids below `size` that have no token: none, in nearly all vocabularies."""
-        return frozenset(range(self.size)) - frozenset(self.tokenizer.get_vocab().values())
+    def _ids(self) -> frozenset[int]:
+        """The ids that have a token: nearly always all below `size`."""
+        return frozenset(self.tokenizer.get_vocab().values())
 
     @cached_property
     def longest_token(self) -> int:
@@ -138,13 +139,15 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of the ids. An id without a token (a padded row of the embedding) becomes U+FFFD. The library
         drops it, and a reward would see a clean answer where the policy sampled garbage."""
-        size, gaps, ids = self.size, self._gaps, list(ids)
-        if max(ids, default=0) < size and gaps.isdisjoint(ids):
+        known, ids = self._ids, list(ids)
+        if known.issuperset(ids):
             return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
-        runs = groupby(ids, key=lambda id: id < size and id not in gaps)
+        runs = groupby(ids, key=known.__contains__)
         return "".join(
-            self.tokenizer.decode(list(run), skip_special_tokens=skip_special) if known else "\ufffd" * len(list(run))
-            for known, run in runs
+            self.tokenizer.decode(list(run), skip_special_tokens=skip_special)
+            if has_token
+            else "\ufffd" * len(list(run))
+            for has_token, run in runs
         )
 
     def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:

@@ -1,5 +1,6 @@
 """Begin and end of a program that has worker processes: its end waits for no threads."""
 
+import argparse
 import io
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
@@ -36,6 +38,18 @@ def enter(main: Callable[[], int], stopped: str = "") -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def path_argument(text: str) -> Path:
+    """Return an argument as a path, which may lead nowhere. argparse refuses one that no file can have."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"expected a path, found {text[:80]!r} ({why})") from error
+    return Path(text)
 
 
 class LastingFile(io.FileIO):

@@ -68,7 +68,7 @@ def port_range(text: str) -> range:
     """Return the ports of "26700-26799", or none of ""."""
     if not text:
         return range(0)
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    match = re.fullmatch("([0-9]{1,5})-([0-9]{1,5})", text)
     ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if len(ports) < MIN_PORTS or ports[0] < 1 or ports[-1] >= 2**16:
         raise ValueError(f'expected at least {MIN_PORTS} ports from 1 to 65535, such as "26700-26799", found "{text}"')
@@ -118,7 +118,7 @@ def split_address(address: str) -> tuple[str, str, int]:
     """Return scheme, host and port of "tls://node1:26600", or raise ValueError."""
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
-    if scheme not in ("tls", "tcp") or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if scheme not in ("tls", "tcp") or not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         raise ValueError(address)
     return scheme, host.strip("[]"), int(port)
 

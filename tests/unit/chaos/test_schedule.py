@@ -60,6 +60,7 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
     (only,) = problems(1, RANKS, steps=100, only=["kill", "kill:critic"])
     assert only.startswith("--only kill:critic: expected a fault that this run can have: kill, stop,")
     assert problems(79, RANKS, steps=100, only=FAULTS) == []
+    assert problems(-1, RANKS, steps=100) == ["--kills: expected at least 0, found -1"]
     assert len(schedule(0, 79, RANKS, 100, FAULTS)) == 79
 
 

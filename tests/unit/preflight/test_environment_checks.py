@@ -1,15 +1,19 @@
 """Refusals of [environment] before a run starts."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.checked_configs import config
+from titan_rl.config.sections import Config
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.describe import environments
+from titan_rl.preflight.offered_tools import first_prompt
 
+STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
 
 
@@ -136,16 +140,49 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
             "to be constructed for the first row within 1",
         ),
         ("class Env:\n    def __init__(self, level): pass", "to construct, found "),
+        (STEPS + "    def reset(self): raise OSError('gone')", "to reset for the first row, found OSError: gone"),
+        (STEPS + "    def reset(self): return 5", 'expected text or messages with a "role", found 5'),
+        (STEPS + "    def reset(self, level): return ''", "Env.reset: expected to require no arguments but"),
+        (STEPS + "    def reset(self): import time; time.sleep(60)", "to be reset for the first row within 1 s"),
+        (STEPS.replace(", reply", "") + "    def reset(self): return ''", "a step() that does not take one reply"),
+        (STEPS + "    def reset(self, row): return str(row['a'])", ""),  # of addition's first problem
         ("class Env:\n    def reset(self): return 'go'\n    def step(self, reply): return '', 1.0, True, {}", ""),
         ("async def Env(policy): return 1.0", ""),
     ],
 )
-def test_an_environment_that_cannot_be_constructed(
+def test_an_environment_that_cannot_be_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     (tmp_path / "my_environment.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(probe, "PROBE_SECONDS", 1 if "sleep" in source else probe.PROBE_SECONDS)
-    found = problems(config(tmp_path, '[environment]\nname = "my_environment:Env"'))
-    assert bool(found) == bool(message), found
-    assert message in "".join(found)
+    whole = config(tmp_path, '[environment]\nname = "my_environment:Env"\nturn_seconds = 1')
+    if "sleep" in source:
+        monkeypatch.setattr(probe, "PROBE_SECONDS", 1)
+        found = problems(whole)
+    else:
+        found = [*filter(None, [problem_of(whole)])]
+    assert [message in each for each in found] == ([True] if message else []), found
+
+
+def problem_of(config: Config) -> str:
+    """Probe an environment in this process, as the child does: a process each takes 0.7 s."""
+    name = config.environment.name
+    sys.modules.pop(name.partition(":")[0], None)
+    importlib.invalidate_caches()
+    prompt = first_prompt(config)
+    return probe.problem_of("environment.name", name, prompt, None, config.environment, begin=lambda stage: None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [("{levle = 1}", "no parameter for environment.args = 'levle'; it has level"), ("{level = 1}", "")],
+)
+def test_arguments_that_an_environment_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, message: str
+) -> None:
+    source = STEPS + "    def __init__(self, level=0): pass\n    def reset(self): return ''"
+    (tmp_path / "my_environment.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = problem_of(config(tmp_path, f'[environment]\nname = "my_environment:Env"\nargs = {args}'))
+    assert bool(found) == bool(message)
+    assert message in found

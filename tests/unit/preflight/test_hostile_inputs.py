@@ -14,7 +14,7 @@ import pytest
 from support import hostile_files, hostile_keys
 from support.checked_configs import edit
 from support.folders import write_hf
-from titan_rl.config.sections import ModelSection
+from titan_rl.config.sections import EnvironmentSection, ModelSection
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.plan import prepare
@@ -88,7 +88,7 @@ def problem_of(world: Path, source: str) -> str:
     sys.modules.pop("judge", None)
     importlib.invalidate_caches()
     prompt = Prompt(0, "00+00=", [], "000", {"a": 0, "b": 0})
-    return probe.problem_of("task.reward", "judge:f", prompt, None, None, begin=lambda stage: None)
+    return probe.problem_of("task.reward", "judge:f", prompt, None, EnvironmentSection(), begin=lambda stage: None)
 
 
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
@@ -104,6 +104,37 @@ def test_a_reward_in_its_process(
         monkeypatch.setattr(probe, "PROBE_SECONDS", 2)
     (world / "judge.py").write_text(source)
     refused(message, "--task.reward=judge:f")
+
+
+def test_a_reward_leaves_no_process(world: Path) -> None:
+    forked = "import os, time\nif os.fork() == 0:\n  os.setsid()\n"
+    forked += f"  open({str(world / 'pid')!r}, 'w').write(str(os.getpid()))\n  time.sleep(100)\n"
+    wait = f"while not os.path.exists({str(world / 'pid')!r}): time.sleep(0.01)\n"
+    (world / "judge.py").write_text(f"{forked}{wait}def f(completion): return 1.0")
+    check("--task.reward=judge:f")
+    assert not Path("/proc", (world / "pid").read_text()).exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--task.path data --job.dump_folder data", 'task.path = "data", because a run writes there'),
+        ("--task.path run/rollouts.jsonl --job.dump_folder run", "because a run writes there"),
+        ("--task.path run/mine.jsonl --job.dump_folder run --job.fresh", "which job.fresh moves away"),
+        (
+            "--task.path data --job.dump_folder run --job.fresh --eval.sets '{a = {path = \"run/mine.jsonl\"}}'",
+            'without eval.sets.a.path = "run/mine.jsonl", which job.fresh moves away',
+        ),
+        ("--task.path data --job.dump_folder run/hf --model.hf_assets_path run/hf", "because a run writes there"),
+        ("--task.path data --job.dump_folder run --model.hf_assets_path run/hf", "because a run writes there"),
+    ],
+)
+def test_a_dump_folder_with_what_the_run_reads(refused: Any, world: Path, flags: str, message: str) -> None:
+    write_hf(world / "run" / "hf", shape_of(ModelSection()))
+    for path in (world / "data" / "a.jsonl", world / "run" / "rollouts.jsonl", world / "run" / "mine.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(hostile_files.lines(hostile_files.GOOD))
+    refused(message, *shlex.split(f"{JSONL} {flags}"))
 
 
 @pytest.mark.parametrize("name", hostile_files.NAMES)

@@ -1,5 +1,6 @@
 """Bugs planted in templates are named, with the first token that differs."""
 
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,23 @@ def test_a_template_that_does_not_end_is_found_at_once(tmp_path: Path) -> None:
     assert finding.refuses
     assert "TemplateStuck: expected a chat template that ends" in finding.detail
     assert time.process_time() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'x' * 99999 }}" * 3, "expected a prompt of at most 200,000 characters, found one of 299,997"),
+        ("{{ ''|center(10**10) }}", "MemoryError"),
+        ("{{ '%09999999999d'|format(1) }}", "MemoryError"),
+        ("{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
+    ],
+)
+def test_a_template_that_writes_without_bound_is_found(tmp_path: Path, template: str, message: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    (finding,) = inspect_template(TextTokenizer.load(chat_folder(tmp_path, "hermes", template)))
+    assert finding.refuses
+    assert message in finding.detail
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "header", "phi3", "coder", "mistral"])

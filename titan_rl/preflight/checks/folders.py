@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+import titan_rl
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config, TaskSection
-from titan_rl.config.toml import ConfigError, EarlierRun, as_toml, load_of_run
+from titan_rl.config.toml import PATHS, ConfigError, EarlierRun, as_toml, load_of_run
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.checkpoints import Checkpoints
@@ -44,12 +45,41 @@ def check_folders(config: Config) -> Iterator[str]:
         if found := unwritable(folder):
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
+        yield from _check_inputs(config, folder.resolve())
         if wrong := next((path for path in (folder / name for name in OWN_FOLDERS) if _is_file(path)), None):
             yield f"job.dump_folder: expected a folder at {wrong}, found a file"
         if wrong := next((path for path in (folder / name for name in OWN_FILES) if path.is_dir()), None):
             yield f"job.dump_folder: expected a file at {wrong}, found a folder"
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links
         yield f"job.dump_folder: expected the name of a folder, found {as_toml(name[:80])} ({error})"
+
+
+def _check_inputs(config: Config, folder: Path) -> Iterator[str]:
+    """Yield what the run reads and would overwrite or move away."""
+    code = Path(titan_rl.__file__).resolve().parent
+    if code in (folder, *folder.parents) or folder == code.parent:
+        yield f"job.dump_folder: expected a folder outside this program's own code, found {as_toml(str(folder))}"
+        return
+    for key, name in _inputs(config):
+        path = Path(name).resolve()
+        why = ""
+        if path == folder:
+            why = "because a run writes there"
+        elif folder in path.parents:
+            first = path.relative_to(folder).parts[0]
+            written = first in (*OWN_FILES, *OWN_FOLDERS)
+            why = "because a run writes there" if written else "which job.fresh moves away" if config.job.fresh else ""
+        if why:
+            expected = f"a folder without {key} = {as_toml(name)}, {why}"
+            yield f"job.dump_folder: expected {expected}, found {as_toml(str(folder))}"
+
+
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the key and the path of every file and folder that the run reads, without those of the Hub's cache."""
+    named = [(key, valued(config, key)) for key in PATHS if key != "job.dump_folder"]
+    named += [(f"task.sources.{name}.path", table.get("path")) for name, table in config.task.sources.items()]
+    named += [(f"eval.sets.{name}.path", table.get("path")) for name, table in config.eval.sets.items()]
+    yield from ((key, path) for key, path in named if isinstance(path, str) and path and os.path.exists(path))
 
 
 def _is_file(path: Path) -> bool:

@@ -19,7 +19,7 @@ from titan_rl.wire.worker_address import port_range, split_address
 MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
 MOST_PROCESSES = 64  # hosts on one machine
 STOP_SECONDS = 30  # on top of fault.stop_grace_seconds: ranks end, and schedulers signal late
-HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 
 
 def check_hosts(config: Config, gpus: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Checks of what samples, plays and judges rollouts: [environment], agents, [sandbox] and [eval]."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -118,7 +119,7 @@ def _names_sandbox(name: str) -> bool:
     for folder in sys.path:  # the file is read, not imported
         path = Path(folder, *module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
+            if os.path.isfile(file):  # unlike Path.is_file, never raises
                 return SANDBOX in file.read_text(errors="replace")
     return False
 

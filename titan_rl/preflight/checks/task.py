@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
+from titan_rl.config.eval_sets import eval_sets
+from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
@@ -24,10 +26,10 @@ from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
 from titan_rl.tasks.reward_shapes import component
-from titan_rl.tasks.rewards import BUILT_IN, last_number
+from titan_rl.tasks.rewards import BUILT_IN, expected_number
 from titan_rl.tasks.row_files import EXPECTED, row_files
 from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
-from titan_rl.tasks.verifiers import TAKES, VERIFIERS
+from titan_rl.tasks.verifiers import TAKES
 from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
 from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
@@ -40,6 +42,8 @@ MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
 """Verifiers whose package takes long to import, so that another process does."""
+LEAST_MEMORY_MB = 64
+"""Of a reward process: before it imports the user's module, it has 39 MiB."""
 TESTED_ROWS = 16
 """Rows of "code_tests" on which an empty program is run."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -106,13 +110,16 @@ def _procedural(config: Config) -> tuple[Rows, Rows]:
 def data_warnings(config: Config) -> Iterator[str]:
     """Yield what makes evaluations or steps mean less than they seem to."""
     task = config.task
-    if task.name != "jsonl":
+    if task.name != "jsonl" or any(source_problems(task)) or any(set_problems(config.eval.sets)):
         return
     with suppress(OSError, ValueError, BadRows):
         train = {file.path.resolve() for source in data_sources(task) for file in row_files(source.path, "task.path")}
-        held_out = row_files(task.eval_path, "task.eval_path") if config.eval.size and task.eval_path else ()
-        if both := sorted(str(file.path) for file in held_out if file.path.resolve() in train):
-            yield f"task.eval_path: expected rows that are not trained on, found the training rows in {both[0]}"
+        held_out = {"task.eval_path": task.eval_path if config.eval.size else ""}
+        held_out |= {f"eval.sets.{each.name}.path": each.path for each in eval_sets(config.eval.sets)}
+        for key, path in held_out.items():
+            files = row_files(path, key) if path else ()
+            if both := sorted(str(file.path) for file in files if file.path.resolve() in train):
+                yield f"{key}: expected rows that are not trained on, found the training rows in {both[0]}"
         step = config.rollout.groups_per_step
         count = sum(
             len(read_source(source, pairs=config.algorithm.kind in PAIRS).examples) for source in data_sources(task)
@@ -142,6 +149,11 @@ def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"])
         return [], error.problems
     except (OSError, ValueError) as error:
         return [], [str(error)]
+    if source.demonstration_key and key == "path" and not any(example.demonstration for example in examples):
+        expected = f"a column with a conversation in some row of {source.path}"
+        return [], [
+            f"{source.section}.demonstration_key: expected {expected}, found none in {source.demonstration_key!r}"
+        ]
     return examples, named(list(_unusable(config, key, examples)), source.path)
 
 
@@ -167,12 +179,10 @@ def unnumbered(example: Example) -> str:
     if MANY_DIGITS.search(example.answer):
         return "one of 1000 digits or more"
     try:
-        last_number(Prompt(0, "", [], example.answer), "")
+        found = expected_number(example.answer)
     except ValueError as error:
-        if str(error).startswith("task.reward"):
-            return as_toml(example.answer[:200])
         return f"a number that is too large to compare ({error})"
-    return ""
+    return as_toml(example.answer[:200]) if found is None else ""
 
 
 def check_row_lengths(config: Config) -> Iterator[str]:
@@ -199,6 +209,8 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     """Check that every reward can be called. A user's function is called once, with the first row's own answer."""
     task = config.task
     yield from _table(task)
+    if 0 < task.reward_memory_mb < LEAST_MEMORY_MB:
+        yield problem(config, "task.reward_memory_mb", f"0 or at least {LEAST_MEMORY_MB}, as an idle process has 40")
     named = dict.fromkeys([*(name for _, name in rewards_of(task)), *rewards_of_sets(config)])
     arguments = {key for name in named for key in TAKES.get(name, ())}
     for key in task.reward_args:
@@ -255,7 +267,7 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
     """Check that a reward can be called; `key` names it. A user's function is called once."""
     if name in MAY_HANG and not task.reward_workers:
         yield f'task.reward_workers: expected at least 1 for "{name}", which may hang, found 0'
-    if name not in VERIFIERS or name in HEAVY:
+    if ":" in name or name in HEAVY:
         for text in probe(name, prompt, arguments=task.reward_args):
             yield text.replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
         return
@@ -264,7 +276,8 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
         if name == "code_tests" and prompt is not None:
             row_tests(prompt.answer, prompt.row)
     except (TypeError, ValueError) as error:
-        yield str(error) if str(error).startswith("task.") else f"{key}: {error}"
+        text = str(error).replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
+        yield text if text.startswith(("task.", key)) else f"{key}: {text}"
 
 
 def check_template_keys(config: Config) -> Iterator[str]:
