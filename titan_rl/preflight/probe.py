@@ -7,37 +7,40 @@ child, and is one line.
 """
 
 import asyncio
-import faulthandler
 import importlib
-import json
-import os
-import pickle
-import re
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from titan_rl.agents.adapters import MAKERS
 from titan_rl.agents.agent_session import OFFERED
-from titan_rl.agents.environment_calls import load_agent, make_environment, offered_by
-from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
+from titan_rl.agents.environment_calls import load_agent, offered_by
+from titan_rl.agents.episode_loop import AGENT_KEY, KEY
 from titan_rl.agents.external_python import ExternalPython
-from titan_rl.agents.user_code import asynchronous, call_user, keywords_of
+from titan_rl.agents.user_code import keywords_of
 from titan_rl.config.system_sections import EnvironmentSection
-from titan_rl.isolation import outside
+from titan_rl.preflight.child import Write, ask
+from titan_rl.preflight.environments import Maker, made, run_with_maker
 from titan_rl.tasks.reward_shapes import Arguments, component
 from titan_rl.tasks.rewards import Answered
-from titan_rl.tasks.rubric import judge_once
+from titan_rl.tasks.rubric import judge_once, users_place
 from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
 IMPORTING, CALLING, CONSTRUCTING = "importing", "calling", "constructing"
+STAGES = {
+    IMPORTING: "be imported",
+    CALLING: "return a number for the first row",
+    CONSTRUCTING: "be constructed for the first row",
+}
+
+
+class Question(NamedTuple):
+    key: str
+    name: str
+    prompt: Prompt | None
+    arguments: Arguments | None
+    environment: EnvironmentSection
 
 
 def probe(
@@ -45,87 +48,47 @@ def probe(
     prompt: Prompt | None,
     key: str = "task.reward",
     arguments: Arguments | None = None,
-    environment: EnvironmentSection | None = None,
+    environment: EnvironmentSection = EnvironmentSection(),  # noqa: B008 (frozen)
 ) -> Iterator[str]:
     """Yield the problem of `name`, if it has one. A reward is imported, and called with the prompt's own answer; an
     override is imported and must be registered; an environment or an agent is imported as `environment` configures, and
     a user's environment is constructed for the prompt."""
-    seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment is not None and environment.python else 1)
-    with tempfile.TemporaryDirectory() as folder:
-        question, stages, stack = (Path(folder) / file for file in ("question", "stages", "stack"))
-        question.write_bytes(pickle.dumps((seconds, (key, name, prompt, arguments, environment))))
-        # The child itself ends earlier, unless its clock is stopped.
-        code = run_child(f"from {__name__} import answer; answer({folder!r})", 3 * seconds + 30)
-        lines = [json.loads(line) for line in stages.read_text().splitlines()] if stages.exists() else []
-        last = lines[-1] if lines else IMPORTING
-        stages_of = {IMPORTING: "be imported", CALLING: "return a number for the first row"}
-        stages_of[CONSTRUCTING] = "be constructed for the first row"
-        expected = f"{name!r} to {stages_of.get(last, last)}"
-        if last not in stages_of:
-            yield from filter(None, [last])
-        elif code is None or (stack.exists() and stack.stat().st_size):
-            at = re.search(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
-            place = f" at {at[1]}:{at[2]}" if at else ""
-            yield f"{key}: expected {expected} within {seconds} s, found it still running{place}"
-        else:
-            yield f"{key}: expected {expected}, found that it ends the process with exit code {code}"
+    seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment.python else 1)
+    question = Question(key, name, prompt, arguments, environment)
+    answer = ask(f"{__name__}:answer", question, seconds=seconds, lines=len(STAGES))
+    stages = [line for line in answer.lines if line in STAGES]
+    if answer.failed or len(stages) == len(answer.lines):
+        within = f" within {seconds} s" if answer.late else ""
+        yield f"{key}: expected {name!r} to {STAGES[stages[-1] if stages else IMPORTING]}{within}, found {answer.ended}"
+    elif found := answer.lines[-1]:
+        yield found
 
 
-def run_child(program: str, seconds: float) -> int | None:
-    """Run a program that finds modules where this process does, and return its exit code; None: it did not end in time.
-    Its own children end with it."""
-    command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"]
-    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+def answer(question: Question, write: Write) -> None:
+    """Write each stage as it begins, and then the problem, as the child."""
+    write(problem_of(question, write))
 
 
-def answer(folder: str) -> None:
-    """Answer the question in a folder, as the child: write each stage as it begins, and then the problem."""
-    seconds, question = pickle.loads(Path(folder, "question").read_bytes())
-    with Path(folder, "stages").open("w") as stages, Path(folder, "stack").open("w") as stack:
-
-        def write(line: str) -> None:
-            print(json.dumps(line), file=stages, flush=True)
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback_later(seconds, file=stack, exit=True)
-
-        write(problem_of(*question, begin=write))
-    os._exit(0)  # not to wait for its threads
-
-
-def problem_of(
-    key: str,
-    name: str,
-    prompt: Prompt | None,
-    arguments: Arguments | None,
-    environment: EnvironmentSection | None,
-    *,
-    begin: Callable[[str], None],
-) -> str:
+def problem_of(question: Question, begin: Write) -> str:
     """Import the code, and call a reward; return the problem, or "". `begin` is called with each stage."""
+    key, name, prompt, arguments, environment = question
     begin(IMPORTING)
     verb = "import"
     try:
-        if key in (KEY, AGENT_KEY):
-            e = environment or EnvironmentSection()
-            make = _load_rollout_code(key, name, e)
-            if (
-                make is not None
-                and prompt is not None
-                and name.partition(":")[0] not in MAKERS
-                and (isinstance(make, type) or not asynchronous(make))
-            ):
-                begin(CONSTRUCTING)
-                verb = "construct"
-                asyncio.run(_construct(make, name, prompt, e.args))
+        if key == AGENT_KEY:
+            asyncio.run(_load_agent(name, environment))
+        elif key == KEY:
+
+            async def construct(make: Maker | None) -> None:
+                nonlocal verb
+                if make is not None and prompt is not None and name.partition(":")[0] not in MAKERS:
+                    begin(CONSTRUCTING)
+                    verb = "construct"
+                    own = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
+                    async with made(make, own, environment):
+                        pass
+
+            run_with_maker(environment, construct)
         elif key != "task.reward":
             from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
 
@@ -140,32 +103,17 @@ def problem_of(
                 judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:  # the user's code may raise any
         text = str(error)
+        if text.startswith((key, "environment.python:")):
+            return text
         found = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        return text if text.startswith(key) else f"{key}: expected {name!r} to {verb}, found {found}"
+        found = text if text.startswith("environment.python ") else found  # how it ended
+        return f"{key}: expected {name!r} to {verb}, found {found}{users_place(error)}"
     return ""
 
 
-def _load_rollout_code(key: str, name: str, e: EnvironmentSection) -> Callable[..., Any] | None:
-    """Import an environment or an agent. Return the maker of an environment of this Python."""
+async def _load_agent(name: str, e: EnvironmentSection) -> None:
     if e.python:
-        asyncio.run(_load_externally(key, name, e))
-    elif key == KEY:
-        return load_environment(name, e.args)
+        external = await ExternalPython.start(e.python, name, key=AGENT_KEY, args=e.args, agent=True)
+        await external.close()
     else:
-        keywords_of(load_agent(name, e.args, key), dict.fromkeys(OFFERED), key)
-    return None
-
-
-async def _construct(make: Callable[..., Any], name: str, prompt: Prompt, args: Mapping[str, Any]) -> None:
-    """Make an environment as a rollout of this prompt would, and close it."""
-    offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
-    environment = await make_environment(make, name, offered, args)
-    if not callable(getattr(environment, "reset", None)):
-        raise TypeError(f"an object without reset(): {type(environment).__name__}")
-    if hasattr(environment, "close"):
-        await call_user(environment.close)
-
-
-async def _load_externally(key: str, name: str, e: EnvironmentSection) -> None:
-    external = await ExternalPython.start(e.python, name, key=key, args=e.args, agent=key == AGENT_KEY)
-    await external.close()
+        keywords_of(load_agent(name, e.args, AGENT_KEY), dict.fromkeys(OFFERED), AGENT_KEY)

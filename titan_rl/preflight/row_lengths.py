@@ -99,7 +99,7 @@ def lengths(
         for example, prompt, answer, other in zip(chunk, prompts(chunk), answered, rejected, strict=True):
             if isinstance(prompt, str):
                 yield prompt
-            elif answers and example.demonstration:
+            elif answers and (example.demonstration or example.where in task.openings):
                 yield _demonstrated_length(example, task, tokenizer)
             else:
                 yield RowLength(prompt, answer + 1, other + 1)
@@ -107,7 +107,7 @@ def lengths(
 
 def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
     try:
-        (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.tools)
+        (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.openings.get(example.where))
     except Exception as error:
         return _refused(example, "a demonstration", error)
     return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)

@@ -124,6 +124,7 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
     assert "tokens each, in ./envs/one; endpoint" in elsewhere.holds
 
 
+@pytest.mark.parametrize("python", ["", sys.executable])
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -133,19 +134,54 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
         ),
         (
             "class Env:\n    def __init__(self): import time; time.sleep(60)",
-            "to be constructed for the first row within 1",
+            "to be constructed for the first row within ",
         ),
         ("class Env:\n    def __init__(self, level): pass", "to construct, found "),
         ("class Env:\n    def reset(self): return 'go'\n    def step(self, reply): return '', 1.0, True, {}", ""),
-        ("async def Env(policy): return 1.0", ""),
+        ("Env = print", "to construct, found TypeError: an object without reset(): NoneType"),
+        ("import os\nclass Env:\n    def __init__(self): os._exit(7)", "ended with exit code 7"),
     ],
 )
 def test_an_environment_that_cannot_be_constructed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str, python: str
 ) -> None:
     (tmp_path / "my_environment.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(probe, "PROBE_SECONDS", 1 if "sleep" in source else probe.PROBE_SECONDS)
-    found = problems(config(tmp_path, '[environment]\nname = "my_environment:Env"'))
+    found = problems(config(tmp_path, f'[environment]\nname = "my_environment:Env"\npython = "{python}"'))
     assert bool(found) == bool(message), found
     assert message in "".join(found)
+
+
+DAEMON = """import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({file!r}, "w").write(str(os.getpid()))
+        import time
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not os.path.exists({file!r}): pass
+def score(completion): return 1.0
+class Env:
+    def reset(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        '[task]\nreward = "daemon:score"',
+        '[environment]\nname = "daemon:Env"',
+        f'[environment]\nname = "daemon:Env"\npython = "{sys.executable}"',
+    ],
+)
+def test_what_the_users_code_starts_ends_with_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toml: str
+) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "daemon.py").write_text(DAEMON.format(file=str(pid)))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problems(config(tmp_path, toml)) == []
+    assert not Path("/proc", pid.read_text()).exists()

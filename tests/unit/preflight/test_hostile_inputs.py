@@ -14,7 +14,7 @@ import pytest
 from support import hostile_files, hostile_keys
 from support.checked_configs import edit
 from support.folders import write_hf
-from titan_rl.config.sections import ModelSection
+from titan_rl.config.sections import EnvironmentSection, ModelSection
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.plan import prepare
@@ -88,11 +88,13 @@ def problem_of(world: Path, source: str) -> str:
     sys.modules.pop("judge", None)
     importlib.invalidate_caches()
     prompt = Prompt(0, "00+00=", [], "000", {"a": 0, "b": 0})
-    return probe.problem_of("task.reward", "judge:f", prompt, None, None, begin=lambda stage: None)
+    question = probe.Question("task.reward", "judge:f", prompt, None, EnvironmentSection())
+    return probe.problem_of(question, lambda stage: None)
 
 
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
 def test_a_reward(world: Path, source: str, message: str) -> None:
+    message = message.replace("{file}", str(world / "judge.py"))
     assert message in problem_of(world, source)
 
 

@@ -13,7 +13,7 @@ from titan_rl.config.data_sources import DataSource, data_sources, source_of, so
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
-from titan_rl.preflight.offered_tools import offered_tools
+from titan_rl.preflight.openings import openings
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
@@ -181,7 +181,7 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     if tokenizer is None:
         return
-    task = replace(task, tools=offered_tools(config))
+    task = replace(task, openings=openings(config, task, tokenizer).by_row)  # check_environment has its problem
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
