@@ -22,6 +22,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.preflight.child import Write, ask
 from titan_rl.preflight.environments import Maker, made, run_with_maker
+from titan_rl.preflight.probe import untokenized
 from titan_rl.tasks.examples import BadRows, read_source
 from titan_rl.tasks.rubric import users_place
 from titan_rl.tasks.task import Task
@@ -47,10 +48,7 @@ def first_prompt(config: Config) -> Prompt | None:
     if config.task.name != "jsonl":
         return Prompt(0, "", [], "")
     with suppress(BadRows, OSError, ValueError, IndexError):
-        example = read_source(data_sources(config.task)[0]).examples[0]
-        text = example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
-        messages = () if isinstance(example.prompt, str) else tuple(example.prompt)
-        return Prompt(0, text, [], example.answer, example.row, messages=messages)
+        return untokenized(read_source(data_sources(config.task)[0]).examples[0], config.task)
     return None
 
 

@@ -17,12 +17,15 @@ from titan_rl.agents.environment_calls import load_agent, offered_by
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY
 from titan_rl.agents.external_python import ExternalPython
 from titan_rl.agents.user_code import keywords_of
+from titan_rl.config.sections import TaskSection
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.preflight.child import Write, ask
 from titan_rl.preflight.environments import Maker, made, run_with_maker
+from titan_rl.tasks.examples import Example
 from titan_rl.tasks.reward_shapes import Arguments, component
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import judge_once, users_place
+from titan_rl.text.tokenizer import messages_of
 from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
@@ -62,6 +65,13 @@ def probe(
         yield f"{key}: expected {name!r} to {STAGES[stages[-1] if stages else IMPORTING]}{within}, found {answer.ended}"
     elif found := answer.lines[-1]:
         yield found
+
+
+def untokenized(example: Example, task: TaskSection) -> Prompt:
+    """Return an example as a run's code sees it, but for tokens: without a tokenizer a chat's text is not rendered."""
+    messages = messages_of(example.prompt, task.system_prompt) if task.template == "chat" else ()
+    text = example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
+    return Prompt(0, text, [], example.answer, example.row, example.rejected, messages)
 
 
 def answer(question: Question, write: Write) -> None:

@@ -17,7 +17,7 @@ from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_callable, rewards_of, rewards_of_sets, unnumbered
 from titan_rl.preflight.memory import in_flight
 from titan_rl.preflight.openings import first_prompt, openings
-from titan_rl.preflight.probe import probe
+from titan_rl.preflight.probe import probe, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
@@ -33,7 +33,6 @@ from titan_rl.tasks.row_files import EXPECTED
 from titan_rl.tasks.task import Task, load_task, set_rows
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Prompt
 
 SANDBOX = "titan_rl.sandbox"
 
@@ -189,7 +188,7 @@ def _check_reward(config: Config, chosen: EvalSet, label: str, examples: Sequenc
             yield f"{label}.reward: expected a number in the answer of {bad[0].where}, found {bad[1]}"
     elif chosen.reward and rule not in BUILT_IN:
         first = next(iter(examples), None)
-        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        prompt = first and untokenized(first, config.task)
         yield from check_callable(f"{label}.reward", rule, prompt, config.task)
 
 

@@ -14,7 +14,7 @@ from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.openings import openings
-from titan_rl.preflight.probe import probe
+from titan_rl.preflight.probe import probe, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.sandbox.code_tests import check_row, row_tests
@@ -213,7 +213,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
         if name in ("model", *BUILT_IN):
             continue
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
-        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        prompt = first and untokenized(first, task)
         yield from check_callable(f"task.{key}", name, prompt, task)
         if name == "code_tests":
             yield from _untested(config, key, [*train, *heldout])
