@@ -35,7 +35,7 @@ Write = Callable[[Any], None]
 class Answer(NamedTuple):
     lines: Sequence[Any]  # that the child wrote
     code: int | None  # exit code; None: it did not end in time
-    stack: str  # of a child that was late
+    stack: str  # if the child was late
 
     @property
     def late(self) -> bool:
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 def ask(function: str, question: Any, *, seconds: float, lines: int) -> Answer:
     """Call `function`, a "module:name", with the question and a function that writes a line, in a child. `seconds`:
-    the longest time to a line and between two; `lines`: at most so many are written."""
+    the longest time to a line and between two; `lines`: the most lines that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder, name) for name in ("question", "lines", "stack")}
         files["question"].write_bytes(pickle.dumps((seconds, question)))

@@ -142,7 +142,7 @@ def _useless(
     gain: float,
     noise: float,
 ) -> Iterator[str]:
-    """Yield that the reward taught nothing, or that what it taught was lost."""
+    """Yield that the reward taught nothing, or that it fell."""
     if len({sample.reward for sample in samples}) == 1:
         yield f"{SUSPECT}all {len(samples)} rewards are {samples[0].reward:g}: nothing was learned from them"
         yield from _name(late)
