@@ -14,12 +14,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_rl.isolation import outside
+from titan_rl.tasks.announced import SILENT_SECONDS
 from titan_rl.wire.supervisor import how_ended
 
 END_SECONDS = 10.0  # for a supervisor to end all processes of a child
@@ -54,9 +56,10 @@ class Answer(NamedTuple):
         return f"it still running{f' at {at[1]}:{at[2]}' if at else ''}"
 
 
-def ask(function: str, question: Any, *, seconds: float, lines: int) -> Answer:
+def ask(function: str, question: Any, *, seconds: float, lines: int, rows: str = "") -> Answer:
     """Call `function`, a "module:name", with the question and a function that writes a line, in a child. `seconds`:
-    the longest time to a line and between two; `lines`: the most lines that it writes."""
+    the longest time to a line and between two; `lines`: the most lines that it writes. `rows`: what is
+    done with rows, if there is a line per row: printed with their number every few seconds."""
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder, name) for name in ("question", "lines", "stack")}
         files["question"].write_bytes(pickle.dumps((seconds, question)))
@@ -67,9 +70,7 @@ def ask(function: str, question: Any, *, seconds: float, lines: int) -> Answer:
         )
         try:
             # The child itself ends earlier, unless its clock is stopped.
-            code = child.wait((lines + 1) * seconds + 30)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = _exit_code(child, (lines + 1) * seconds + 30, files["lines"], rows)
         finally:
             child.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -79,6 +80,19 @@ def ask(function: str, question: Any, *, seconds: float, lines: int) -> Answer:
         written = files["lines"].read_text().splitlines() if files["lines"].exists() else []
         stack = files["stack"].read_text() if files["stack"].exists() else ""
         return Answer([json.loads(line) for line in written], code, stack)
+
+
+def _exit_code(child: "subprocess.Popen[Any]", seconds: float, lines: Path, rows: str) -> int | None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        try:
+            return child.wait(min(left, SILENT_SECONDS))
+        except subprocess.TimeoutExpired:
+            if rows and lines.exists():
+                with suppress(OSError, ValueError):  # nothing reads it
+                    count = len(lines.read_text().splitlines())
+                    print(f"titan_rl: {rows}: {count:,} rows", file=sys.stderr, flush=True)
+    return None
 
 
 def respond(function: str, folder: str) -> None:

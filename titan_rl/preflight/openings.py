@@ -80,7 +80,7 @@ def _offered(prompt: Prompt, seed: int) -> dict[str, Any]:
 
 def _asked(question: Question, places: Sequence[str]) -> Openings:
     e = question.environment
-    answer = ask(f"{__name__}:answer", question, seconds=SECONDS, lines=len(places) + 1)
+    answer = ask(f"{__name__}:answer", question, seconds=SECONDS, lines=len(places) + 1, rows="resetting environments")
     by_row = dict[str, Opening]()
     for place, line in zip(places, answer.lines, strict=False):
         row = place or "the first problem"
