@@ -252,7 +252,8 @@ class Controller:
     def samples(self, prompts: Sequence[Prompt], kind: str) -> list[Sample]:
         tokenizer = self.setup.tokenizer
         if kind == "supervised":
-            return [sample for prompt in prompts for sample in supervised(prompt, tokenizer, self.setup.task.tools)]
+            openings = self.setup.task.openings
+            return [sample for p in prompts for sample in supervised(p, tokenizer, openings.get(p.where))]
         return [sample for prompt in prompts for sample in SAMPLES[kind](prompt, tokenizer)]
 
     # -- shared by the phases -------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ Text from outside never becomes a control token: a tool that prints the end toke
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from titan_rl.agents.adapters import Conversation
 from titan_rl.agents.episodes import Observation, Reply, messages_from, text_of
 from titan_rl.agents.tools import Schema, ToolCall
 from titan_rl.text.answers import MalformedCall
@@ -23,6 +25,14 @@ class Delta(NamedTuple):
 
     kept: int  # leading tokens that stay; fewer than there are: a new branch
     new: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What an environment adds to a prompt before the first turn."""
+
+    observation: Observation = None
+    tools: Sequence[Schema] = ()
 
 
 class PlainText:
@@ -84,3 +94,18 @@ class ChatText:
 
 
 Renderer = PlainText | ChatText
+
+
+def opened(prompt: Prompt, opening: Opening, renderer: Renderer) -> Prompt:
+    """Return the prompt as a policy reads it in its first turn."""
+    observation, tools = opening.observation, opening.tools
+    if isinstance(observation, Conversation):
+        prompt = without_text(prompt, renderer)
+    kept, new = renderer.open(prompt, observation, tools)
+    messages = [*prompt.messages, *messages_from(observation)] if renderer.chat else ()
+    return replace(prompt, tokens=[*prompt.tokens[:kept], *new], messages=messages)
+
+
+def without_text(prompt: Prompt, renderer: Renderer) -> Prompt:
+    """Return the prompt of a rollout whose first observation is the whole conversation."""
+    return replace(prompt, tokens=renderer.tokenizer.opening, messages=())

@@ -52,12 +52,16 @@ async def make_environment(
     make: Callable[..., Any], name: str, offered: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Any:
     """Return an environment with the methods that episodes.py describes. Its constructor may take columns of the row by
-    name. Constructors of SkyRL-gym take env_config, which is environment.args, and extras, which is the row."""
+    name. Constructors of SkyRL-gym take env_config, which is environment.args, and extras, which is the row. Raise
+    TypeError if it is no environment."""
     row = offered["row"]
     columns = {p.name: row[p.name] for p in parameters_of(make) if p.default is p.empty and p.name in row}
     known = {"reward_spec": {"method": "rule", "ground_truth": offered["answer"]}, "extra_info": {}}
     keywords = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
-    return adapted(await call_user(make, **keywords_of(make, keywords, name)))
+    environment = adapted(await call_user(make, **keywords_of(make, keywords, name)))
+    if not callable(getattr(environment, "reset", None)):
+        raise TypeError(f"an object without reset(): {type(environment).__name__}")
+    return environment
 
 
 async def reset_environment(environment: Any, name: str, offered: Mapping[str, Any]) -> Any:

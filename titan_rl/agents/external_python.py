@@ -9,29 +9,32 @@ this process would. If it dies or blocks, this process is replaced as one whose 
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_rl.agents.adapters import Conversation, plain
+from titan_rl.wire.supervisor import how_ended
 
 PACKAGE = str(Path(__file__).parents[1])
 TOO_OLD = '{"failed": "environment.python: expected Python 3.11 or newer, found %s"}'
 CHILD = (
-    "import asyncio, sys, types; "
+    "import asyncio, os, sys, types; "
     f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
+    "from titan_rl.wire.supervisor import fork_worker; fork_worker(os.getppid()); "
     "from titan_rl.agents.external_program import serve; asyncio.run(serve())"
 )
-"""The child imports this project's files, but no package that is installed for this Python."""
+"""The child imports this project's files, but no package that is installed for this Python. All that it starts ends
+with it: a process that stayed would hold the pipe that this process reads to its end."""
 LONGEST_LINE = 1 << 30  # bytes
 START_SECONDS = 300.0  # to import the user's code
+KILL_SECONDS = 10.0  # for the supervisor to end the child and its descendants
 CANCEL_SECONDS = 2.0  # for the child to send the place of a cancelled call
 
 
@@ -141,12 +144,20 @@ class ExternalPython:
         finally:
             self._waiting.pop(number, None)
 
+    async def while_alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """Play `work` as rollout 0. Raise ChildProcessError if the child ends before it does."""
+        assert self._reader is not None
+        playing = asyncio.create_task(work, name="0")
+        await asyncio.wait([playing, self._reader], return_when=asyncio.FIRST_COMPLETED)
+        if playing.done():
+            return await playing
+        playing.cancel()
+        raise ChildProcessError(self._ended)
+
     async def close(self) -> None:
-        """End the child and its own children. Calls that wait for it are cancelled."""
+        """End the child and all that it started. Calls that wait for it are cancelled."""
         self._closed = True
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._end_processes()
         if self._reader is not None:
             await self._reader
         for waiting in self._waiting.values():
@@ -154,6 +165,15 @@ class ExternalPython:
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()
+
+    async def _end_processes(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
+        except TimeoutError:  # the supervisor was stopped
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     def _write(self, message: dict[str, Any]) -> None:
         if not self._ended and self._process.stdin is not None:
@@ -187,8 +207,7 @@ class ExternalPython:
 
     async def _end(self) -> str:
         code = await self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"environment.python {how}"
+        return f"environment.python {how_ended(code)}"
 
 
 class _Cancelled(NamedTuple):

@@ -6,11 +6,10 @@ play ── reset, step ──> environment        a user's rollout function
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from titan_rl.agents.adapters import Conversation
-from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.conversation import Renderer, without_text
 from titan_rl.agents.environment_calls import make_environment, offered_by, reset_environment, tools_of
 from titan_rl.agents.episodes import (
     EpisodeOver,
@@ -60,7 +59,7 @@ class Policy:
         self._tools = self._tools if self.turns else tools
         whole = isinstance(observation, Conversation)
         if whole:
-            self._prompt = replace(self._prompt, tokens=self._renderer.tokenizer.opening, messages=())
+            self._prompt = without_text(self._prompt, self._renderer)
             self.messages = []
         if self.turns and not whole:
             kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)

@@ -9,7 +9,7 @@ from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.memory import on_cpu, on_gpus
-from titan_rl.preflight.offered_tools import offered_tools
+from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -173,7 +173,10 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     of prompts, so that a run may resume with or without the others."""
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    task, notes = replace(task, curriculum=config.curriculum, tools=offered_tools(config)), [*task.notes]
+    begun = openings(config, task, tokenizer)
+    if begun.problem:
+        raise ValueError(begun.problem)
+    task, notes = replace(task, curriculum=config.curriculum, openings=begun.by_row), [*task.notes]
     if config.task.bad_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)

@@ -24,8 +24,6 @@ from titan_rl.text.tokenizer import TextTokenizer
 CHUNK = 512  # rows that are tokenized at once, on all cores
 SURELY_TOKENIZED = 1_000_000  # characters of a text whose tokens are counted, even where few are allowed
 CACHED_ROWS = 5_000  # fewer are tokenized in less than a second
-CACHED_ROWS = 5_000
-"""Rows from which their lengths are cached: fewer are tokenized in less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def lengths(examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *
         for example, prompt, answer, other in zip(chunk, prompts(chunk), answered, rejected, strict=True):
             if isinstance(prompt, str):
                 yield prompt
-            elif answers and example.demonstration:
+            elif answers and (example.demonstration or example.where in task.openings):
                 yield _demonstrated_length(example, task, tokenizer)
             else:
                 yield RowLength(prompt, answer + 1, other + 1)
@@ -116,12 +114,14 @@ def cached_lengths(
         return
 
     def parts() -> Iterator[Any]:
-        yield (tokenizer.folder / "tokenizer.json").read_bytes()
+        yield tokenizer.tokenizer.to_str().encode()
         yield tokenizer.settings, tokenizer.bos, tokenizer.eos_ids, tokenizer.chat_settings, templates
-        yield task.template, task.system_prompt, task.parts, task.tools
+        yield task.template, task.system_prompt, task.parts
         yield answers, _longest_text(tokenizer, most)
         for e in examples:
             yield e.prompt, *((e.answer, e.rejected, e.demonstration) if answers else ()), e.source, e.where
+            if answers and (opening := task.openings.get(e.where)) is not None:
+                yield type(opening.observation).__name__, opening
 
     yield from cached(digest_of(parts()), measured)
 
@@ -133,7 +133,7 @@ def _longest_text(tokenizer: TextTokenizer, most: int) -> int:
 
 def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
     try:
-        (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.tools)
+        (sample,) = supervised(task.prompt(example, 0, tokenizer), tokenizer, task.openings.get(example.where))
     except Exception as error:
         return _refused(example, "a demonstration", error)
     return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)

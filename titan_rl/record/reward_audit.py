@@ -49,6 +49,7 @@ class JudgedSample:
     text: int  # checksum
     answer: int  # checksum of the reference
     format: Hashable
+    finish: str
     shown: str
 
     @property
@@ -71,6 +72,7 @@ def reward_report(folder: Path) -> list[str]:
     what = f"reward: {_mean(early):.3f} in {first}, {_mean(late):.3f} in {last}"
     lines.append(f"{what}: a gain of {gain:+.3f}, {'beyond' if abs(gain) > 2 * noise else 'within'} noise")
     grows = gain > 2 * noise
+    lines += _useless(samples, early, late, gain, noise)
     lines += _grader(early, late, gain, grows)
     lines += _features(early, late, gain, grows)
     return [*lines, *_duplicates(early, late)]
@@ -108,6 +110,7 @@ def _sampled(row: Mapping[str, Any]) -> JudgedSample:
         zlib.crc32(text.encode(errors="replace")),
         zlib.crc32(str(row["answer"]).encode(errors="replace")),
         form,
+        row["finish"],
         repr(shown if len(shown) <= 100 else f"{shown[:97]}..."),
     )
 
@@ -130,6 +133,27 @@ def _gain(
 
 def _name(samples: Sequence[JudgedSample], note: Callable[[JudgedSample], str] = lambda sample: "") -> Iterator[str]:
     yield from (f"  {sample.name}{note(sample)}: {sample.shown}" for sample in samples[:SHOWN])
+
+
+def _useless(
+    samples: Sequence[JudgedSample],
+    early: Sequence[JudgedSample],
+    late: Sequence[JudgedSample],
+    gain: float,
+    noise: float,
+) -> Iterator[str]:
+    """Yield that the reward taught nothing, or that it fell."""
+    if len({sample.reward for sample in samples}) == 1:
+        yield f"{SUSPECT}all {len(samples)} rewards are {samples[0].reward:g}: nothing was learned from them"
+        yield from _name(late)
+    elif gain < -2 * noise:
+        lengths = [_mean(period, lambda sample: sample.tokens) for period in (early, late)]
+        cut = [_mean(period, lambda sample: sample.finish == "length") for period in (early, late)]
+        yield (
+            f"{SUSPECT}the reward fell by {-gain:.3f}; answers had {lengths[0]:.1f} tokens, then {lengths[1]:.1f}, and "
+            f"{cut[0]:.0%} of them were cut off, then {cut[1]:.0%}"
+        )
+        yield from _name(sorted(late, key=_reward))
 
 
 # -- what failed ------------------------------------------------------------------------------------------------------

@@ -8,21 +8,19 @@ flight.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
+from titan_rl.agents.conversation import ChatText, Opening, PlainText, opened
+from titan_rl.agents.tools import Schema
 from titan_rl.tasks.curriculum import Curriculum
 from titan_rl.tasks.orders import order_of
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
-
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of the tools that an environment offers."""
 
 
 class PromptSource:
@@ -126,13 +124,15 @@ class PromptSource:
             self._curriculum.load_state_dict(state["curriculum"])
 
 
-def supervised(prompt: Prompt, tokenizer: TextTokenizer, tools: Tools = ()) -> list[Sample]:
+def supervised(prompt: Prompt, tokenizer: TextTokenizer, opening: Opening | None = None) -> list[Sample]:
     """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
-    turns, the policy's texts are trained on, and never the messages that it reads."""
-    if tools and prompt.messages:
-        prompt = replace(prompt, tokens=tokenizer.chat.prompt(prompt.messages, tools))
+    turns, the policy's texts are trained on, and never the messages that it reads. `opening`: how the environment
+    begins the row."""
+    if opening is not None:
+        renderer = ChatText(tokenizer) if prompt.messages else PlainText(tokenizer)
+        prompt = opened(prompt, opening, renderer)
     if prompt.demonstration:
-        return [demonstrated(prompt, tokenizer, tools)]
+        return [demonstrated(prompt, tokenizer, opening.tools if opening is not None else ())]
     return [_answered(prompt, prompt.answer, tokenizer)]
 
 
@@ -153,7 +153,7 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
 
 
-def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Tools = ()) -> Sample:
+def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Sequence[Schema] = ()) -> Sample:
     """Return a demonstration as a rollout has it. It ends before a message that the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for text, observation in prompt.demonstration:

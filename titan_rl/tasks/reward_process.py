@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.isolation import outside
-from titan_rl.tasks.reward_worker import SIGNALLED
 from titan_rl.tasks.rubric import JudgeRequest, Rubric
 from titan_rl.wire.deadlines import deadline
+from titan_rl.wire.supervisor import how_ended
 from titan_rl.wire.types import Judgement
 
 IMPORT_SECONDS = 300.0
@@ -232,9 +232,7 @@ class RewardProcess:
         code = await self._exit_code(GRACE_SECONDS)
         if code is None:
             return "the reward function closed its process's connection"
-        number = -code if code < 0 else code - SIGNALLED
-        how = f"was killed by signal {number}" if number > 0 else f"ended with exit code {code}"
-        return f"the reward function's process {how}"
+        return f"the reward function's process {how_ended(code)}"
 
     async def _exit_code(self, seconds: float) -> int | None:
         """Return the exit code; None if the process does not end within `seconds`."""

@@ -1,4 +1,4 @@
-"""The program of a reward process: a supervisor, which forks the worker and ends everything that the worker started.
+"""The program of a reward process: a worker, below a supervisor that ends everything that the worker started.
 
     controller ── JudgeRequests ──────────────> worker: imports a rubric's functions, calls them on its main thread
                <── its messages, one by one ──
@@ -13,12 +13,9 @@ A message is a line with one JSON object:
     {"at": NAME, "has_deadline": BOOL}                   a call of a function begins; it ends itself when it is late
     {"reward", "parts", "error", "hung", "seconds"}      the verdict about one answer
 
-The supervisor is the subreaper of its descendants: one whose parent ends becomes its child, in any session and group.
-It imports the standard library only, so that it is small. The worker sends each answer before it begins the next one,
-so the controller knows which answer a worker died on.
+The worker sends each answer before it begins the next one, so the controller knows which answer a worker died on.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -26,22 +23,14 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.wire.supervisor import fork_worker
 
 if TYPE_CHECKING:
     from titan_rl.tasks.rubric import JudgeRequest, Rubric, Scorer
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SIGNALLED = 128
-"""Exit code of the supervisor, less the signal that ended the worker, as shells count."""
-FORWARDED = {signal.SIGTERM: signal.SIGKILL, signal.SIGUSR2: signal.SIGUSR2}
-AWAITED = {*FORWARDED, signal.SIGCHLD}
-"""Blocked in the supervisor: the handler of a signal that comes just before a call that blocks would run after that."""
-LOOK_SECONDS = 0.5
-"""Between two looks at whether the controller still runs. (The kernel's signal would come when the controller's thread
-that started this process ends.)"""
 LONGEST_ERROR = 10_000  # characters
 
 
@@ -58,53 +47,6 @@ def main(controller: int, connection: int, stack: int) -> None:
         while True:
             for request in pickle.load(requests):  # from the controller
                 _answer(reply, scorers, request)
-
-
-def fork_worker(controller: int) -> None:
-    """Fork, and return only in the worker, which has its own process group. The supervisor keeps its copy of the
-    connection: the controller reads its end when the worker and all its descendants have ended."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    supervisor = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-    if worker := os.fork():
-        _supervise(worker, controller)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(0)
-    os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
-
-
-def _supervise(worker: int, controller: int) -> NoReturn:
-    """Forward signals until the worker ends. Then end all of its descendants, and exit with its exit code."""
-    status: int | None = None
-    while status is None:
-        received = signal.sigtimedwait(AWAITED, LOOK_SECONDS)
-        if received is None:
-            if os.getppid() != controller:
-                os.kill(worker, signal.SIGKILL)
-        elif received.si_signo in FORWARDED:
-            os.kill(worker, FORWARDED[signal.Signals(received.si_signo)])
-        else:
-            while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too
-                status = ended[1] if ended[0] == worker else None
-    with suppress(ChildProcessError):
-        while True:
-            for child in _children():
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)  # its children are the supervisor's now
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else SIGNALLED - code)
-
-
-def _children() -> Iterator[int]:
-    """Yield the processes whose parent is this one. Not all kernels have /proc/PID/task/PID/children."""
-    me = os.getpid()
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:
-            if int(stat.read().rpartition(b")")[2].split()[1]) == me:
-                yield int(entry)
 
 
 class Reply:

@@ -227,6 +227,13 @@ def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
 def error_text(part: Component, error: Exception) -> str:
     """Return the text of an exception, and its place in the user's code."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{'' if part.name in text else f'{part.name}: '}{text}{users_place(error)}"
+
+
+def users_place(error: BaseException) -> str:
+    """Return " at FILE:LINE", the innermost line of the user's code that an exception passed, or "". One of another
+    process carries its place."""
+    if place := getattr(error, "place", ""):
+        return f" at {place}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{'' if part.name in text else f'{part.name}: '}{text}{place}"
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -6,13 +6,14 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from titan_rl.agents.conversation import Opening
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
@@ -55,7 +56,8 @@ class Task:
     bad_rows: int = 0  # that task.bad_rows left out
     curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
     parts: Sequence[TaskPart] = ()  # the training examples' sources, in order, if there are several
-    tools: Sequence[Mapping[str, Any]] = ()  # the environment's, for the prompts of supervised steps
+    openings: Mapping[str, Opening] = field(default_factory=dict)
+    """How the environment begins each training row, by its file:line: what supervised steps read before an answer."""
 
     @property
     def endless(self) -> bool:

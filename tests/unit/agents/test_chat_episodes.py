@@ -9,9 +9,6 @@ from typing import Any
 from support.chat_folders import chat_folder
 from support.played import Played, playing
 from titan_rl.agents.episodes import Reply, Step
-from titan_rl.config.sections import EnvironmentSection
-from titan_rl.preflight.offered_tools import _asked
-from titan_rl.tasks.prompts import supervised
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT
 from titan_rl.wire.types import Prompt
@@ -108,21 +105,6 @@ def test_wrong_calls_are_observations_and_the_rollout_goes_on(tmp_path: Path) ->
     assert outcome.metrics["tools/add/calls"] == 3
     assert outcome.metrics["tools/add/failures"] == 1
     assert outcome.metrics["tools/unknown/failures"] == 1
-
-
-def test_a_demonstration_reads_the_tools_that_a_rollout_reads(tmp_path: Path) -> None:
-    chat_folder(tmp_path, "hermes")
-    asked = call("add", n=2)
-    with playing(f"{__name__}:Counter", tmp_path, chat=OWN_CHAT) as played:
-        played_chat(played, {}, asked, "ok")
-        (_, context), tokenizer = played.contexts[0], played.tokenizer
-    messages = [{"role": "user", "content": "Hello"}]
-    shown = [(asked, [{"role": "tool", "content": "2"}]), ("ok", "")]
-    prompt = Prompt(0, "", tokenizer.chat.prompt(messages), "", {}, messages=messages, demonstration=shown)
-    tools = _asked(EnvironmentSection(name=f"{__name__}:Counter"), prompt)
-    (sample,) = supervised(prompt, tokenizer, tools)
-    assert list(sample.tokens) == [*context, *tokenizer.encode("ok"), tokenizer.eos]
-    assert _asked(EnvironmentSection(name="no_such:Thing"), prompt) == ()
 
 
 def test_a_template_that_cannot_extend_itself_begins_a_branch(tmp_path: Path) -> None:

@@ -248,4 +248,4 @@ def test_a_reward_that_exits_as_it_is_imported_is_no_success(tmp_path: Path) -> 
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "task.reward: expected 'mine:f' to be imported, found that it ends the process" in ran.stderr
+    assert "task.reward: expected 'mine:f' to be imported, found that its process" in ran.stderr

@@ -11,7 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.describe import environments
-from titan_rl.preflight.offered_tools import first_prompt
+from titan_rl.preflight.openings import first_prompt
 
 STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
@@ -128,6 +128,33 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
     assert "tokens each, in ./envs/one; endpoint" in elsewhere.holds
 
 
+GOOD = "class Env:\n    def reset(self): return 'go'\n    def step(self, reply): return '', 1.0, True, {}"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class Env:\n    def __init__(self, level): pass", "to construct, found "),
+        ("Env = print", "to construct, found TypeError: an object without reset(): NoneType"),
+        (STEPS + "    def reset(self): raise OSError('gone')", "to reset for the first row, found OSError: gone"),
+        (STEPS + "    def reset(self): return 5", 'expected text or messages with a "role", found 5'),
+        (STEPS + "    def reset(self, level): return ''", "Env.reset: expected to require no arguments but"),
+        (STEPS.replace(", reply", "") + "    def reset(self): return ''", "a step() that does not take one reply"),
+        (STEPS + "    def reset(self, row): return str(row['a'])", ""),  # of addition's first problem
+        (GOOD, ""),
+    ],
+)
+def test_an_environment_that_cannot_be_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    (tmp_path / "my_environment.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = problem_of(config(tmp_path, '[environment]\nname = "my_environment:Env"'))
+    assert bool(found) == bool(message)
+    assert message in found
+
+
+@pytest.mark.parametrize("python", ["", sys.executable])
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -137,31 +164,23 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
         ),
         (
             "class Env:\n    def __init__(self): import time; time.sleep(60)",
-            "to be constructed for the first row within 1",
+            "to be constructed for the first row within ",
         ),
-        ("class Env:\n    def __init__(self, level): pass", "to construct, found "),
-        (STEPS + "    def reset(self): raise OSError('gone')", "to reset for the first row, found OSError: gone"),
-        (STEPS + "    def reset(self): return 5", 'expected text or messages with a "role", found 5'),
-        (STEPS + "    def reset(self, level): return ''", "Env.reset: expected to require no arguments but"),
         (STEPS + "    def reset(self): import time; time.sleep(60)", "to be reset for the first row within 1 s"),
-        (STEPS.replace(", reply", "") + "    def reset(self): return ''", "a step() that does not take one reply"),
-        (STEPS + "    def reset(self, row): return str(row['a'])", ""),  # of addition's first problem
-        ("class Env:\n    def reset(self): return 'go'\n    def step(self, reply): return '', 1.0, True, {}", ""),
-        ("async def Env(policy): return 1.0", ""),
+        ("import os\nclass Env:\n    def __init__(self): os._exit(7)", "ended with exit code 7"),
+        (GOOD, ""),
     ],
 )
-def test_an_environment_that_cannot_be_played(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+def test_an_environment_is_tried_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str, python: str
 ) -> None:
     (tmp_path / "my_environment.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    whole = config(tmp_path, '[environment]\nname = "my_environment:Env"\nturn_seconds = 1')
-    if "sleep" in source:
-        monkeypatch.setattr(probe, "PROBE_SECONDS", 1)
-        found = problems(whole)
-    else:
-        found = [*filter(None, [problem_of(whole)])]
-    assert [message in each for each in found] == ([True] if message else []), found
+    monkeypatch.setattr(probe, "PROBE_SECONDS", 1 if "init__(self): import time" in source else probe.PROBE_SECONDS)
+    toml = f'[environment]\nname = "my_environment:Env"\npython = "{python}"\nturn_seconds = 1'
+    found = problems(config(tmp_path, toml))
+    assert bool(found) == bool(message), found
+    assert message in "".join(found)
 
 
 def problem_of(config: Config) -> str:
@@ -169,8 +188,8 @@ def problem_of(config: Config) -> str:
     name = config.environment.name
     sys.modules.pop(name.partition(":")[0], None)
     importlib.invalidate_caches()
-    prompt = first_prompt(config)
-    return probe.problem_of("environment.name", name, prompt, None, config.environment, begin=lambda stage: None)
+    question = probe.Question("environment.name", name, first_prompt(config), None, config.environment)
+    return probe.problem_of(question, lambda stage, within: None)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +205,37 @@ def test_arguments_that_an_environment_does_not_take(
     found = problem_of(config(tmp_path, f'[environment]\nname = "my_environment:Env"\nargs = {args}'))
     assert bool(found) == bool(message)
     assert message in found
+
+
+DAEMON = """import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({file!r}, "w").write(str(os.getpid()))
+        import time
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not os.path.exists({file!r}): pass
+def score(completion): return 1.0
+class Env:
+    def reset(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        '[task]\nreward = "daemon:score"',
+        '[environment]\nname = "daemon:Env"',
+        f'[environment]\nname = "daemon:Env"\npython = "{sys.executable}"',
+    ],
+)
+def test_what_the_users_code_starts_ends_with_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toml: str
+) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "daemon.py").write_text(DAEMON.format(file=str(pid)))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problems(config(tmp_path, toml)) == []
+    assert not Path("/proc", pid.read_text()).exists()

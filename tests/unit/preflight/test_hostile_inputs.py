@@ -88,11 +88,13 @@ def problem_of(world: Path, source: str) -> str:
     sys.modules.pop("judge", None)
     importlib.invalidate_caches()
     prompt = Prompt(0, "00+00=", [], "000", {"a": 0, "b": 0})
-    return probe.problem_of("task.reward", "judge:f", prompt, None, EnvironmentSection(), begin=lambda stage: None)
+    question = probe.Question("task.reward", "judge:f", prompt, None, EnvironmentSection())
+    return probe.problem_of(question, lambda stage, within: None)
 
 
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
 def test_a_reward(world: Path, source: str, message: str) -> None:
+    message = message.replace("{file}", str(world / "judge.py"))
     assert message in problem_of(world, source)
 
 

@@ -85,7 +85,7 @@ def test_whatever_decides_lengths_is_measured_anew(tmp_path: Path, measured: lis
         lambda: found(tmp_path, GOOD, GOOD, more="[cold_start]\nsteps = 1", folder=own),
         lambda: edit(folder / "tokenizer_config.json", pad_token="</s>"),
         lambda: found(tmp_path, GOOD, GOOD, folder=own),
-        lambda: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n"),
+        lambda: edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
         lambda: found(tmp_path, GOOD, GOOD, folder=own),
     ]
     for change in changes:

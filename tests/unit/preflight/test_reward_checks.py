@@ -1,5 +1,6 @@
 """Checks of task.rewards, task.reward_args and task.grader."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,17 @@ def test_one_problem_of_rewards(tmp_path: Path, keys: str, message: str) -> None
 )
 def test_no_problem_of_rewards(tmp_path: Path, keys: str) -> None:
     assert found(tmp_path, keys) == []
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]])
+def test_a_reward_of_trl_gets_messages_of_a_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: object
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "polite.py").write_text(
+        "def f(prompts, completions, **columns):\n"
+        "    return [float((p[-1]['content'], c[0]['content']) == ('Hi', 'yes')) for p, c in zip(prompts, completions)]"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": prompt, "answer": "yes"}) + "\n")
+    keys = f'name = "jsonl"\npath = "{tmp_path}/rows.jsonl"\neval_path = "{tmp_path}/rows.jsonl"\ntemplate = "chat"\n'
+    assert not [each for each in found(tmp_path, keys + 'reward = "polite:f"') if "polite" in each]

@@ -92,15 +92,27 @@ def test_a_planted_hack_is_suspected_and_its_samples_are_named(
 
 @pytest.mark.parametrize("right", [0.0, None])
 def test_a_reward_that_does_not_rise_is_not_explained(tmp_path: Path, right: float | None) -> None:
-    """Also one that is always 0."""
+    """Also one that is always 0, which is suspected of teaching nothing."""
 
     def policy(random: Random, progress: float, reference: int) -> Answer:
         return honest(random, 0.0, reference) | ({} if right is None else {"reward": right})
 
     lines = write(tmp_path, policy)
-    assert suspicions(lines) == []
+    nothing = "all 960 rewards are 0: nothing was learned from them"
+    assert suspicions(lines) == ([] if right is None else [nothing])
     assert any("within noise" in line for line in lines)
     assert not any("accounts for" in line for line in lines)
+
+
+def test_a_collapsed_run_is_suspected(tmp_path: Path) -> None:
+    def policy(random: Random, progress: float, reference: int) -> Answer:
+        if progress <= 0.3:
+            return honest(random, 0.5, reference)
+        return {"text": "hm " * 40, "reward": 0.0, "finish": "length"}
+
+    (found,) = suspicions(write(tmp_path, policy))
+    assert found.startswith("the reward fell by 0.")
+    assert found.endswith("then 40.0, and 0% of them were cut off, then 100%")
 
 
 def test_failed_rewards_are_counted_and_the_first_of_a_kind_is_named(tmp_path: Path) -> None:

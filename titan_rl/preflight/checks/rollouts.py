@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_callable, rewards_of, rewards_of_sets, unnumbered
 from titan_rl.preflight.memory import in_flight
-from titan_rl.preflight.offered_tools import first_prompt
-from titan_rl.preflight.probe import probe
+from titan_rl.preflight.openings import first_prompt, openings
+from titan_rl.preflight.probe import probe, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
@@ -30,9 +31,9 @@ from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.row_files import EXPECTED
-from titan_rl.tasks.task import Task, set_rows
+from titan_rl.tasks.task import Task, load_task, set_rows
 from titan_rl.wire.cores import host_memory
-from titan_rl.wire.types import Prompt
+from titan_rl.wire.seeds import derive
 
 SANDBOX = "titan_rl.sandbox"
 
@@ -53,7 +54,7 @@ def check_environment(config: Config) -> Iterator[str]:
             yield wrong("task.name", f'"{e.name}" for environment.name = "{e.name}"')
     elif e.name:
         unusable = list(probe(e.name, first_prompt(config), key="environment.name", environment=e))
-        yield from unusable
+        yield from unusable or _check_openings(config)
         yield from _check_server(config, usable=not unusable)
     if e.turn_seconds > e.rollout_seconds:
         yield wrong("environment.turn_seconds", f"at most environment.rollout_seconds = {e.rollout_seconds:g}")
@@ -67,6 +68,14 @@ def check_environment(config: Config) -> Iterator[str]:
         if config.training.seq_len < least:
             longest = f"the longest demonstration of {task.name} with its prompt"
             yield wrong("training.seq_len", f"at least {least}, {longest}")
+
+
+def _check_openings(config: Config) -> Iterator[str]:
+    """Check that demonstrations can be read as rollouts are, of rows that can be read with a tokenizer that can be."""
+    with suppress(BadRows, OSError, ValueError):
+        task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size)
+        if (tokenizer := policy_tokenizer(config)) and (found := openings(config, task, tokenizer).problem):
+            yield found
 
 
 def _check_server(config: Config, *, usable: bool) -> Iterator[str]:
@@ -180,7 +189,7 @@ def _check_reward(config: Config, chosen: EvalSet, label: str, examples: Sequenc
             yield f"{label}.reward: expected a number in the answer of {bad[0].where}, found {bad[1]}"
     elif chosen.reward and rule not in BUILT_IN:
         first = next(iter(examples), None)
-        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        prompt = first and untokenized(first, config.task)
         yield from check_callable(f"{label}.reward", rule, prompt, config.task)
 
 

@@ -15,8 +15,8 @@ from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
-from titan_rl.preflight.offered_tools import offered_tools
-from titan_rl.preflight.probe import probe
+from titan_rl.preflight.openings import openings
+from titan_rl.preflight.probe import probe, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.sandbox.code_tests import check_row, row_tests
@@ -191,7 +191,7 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     if tokenizer is None:
         return
-    task = replace(task, tools=offered_tools(config))
+    task = replace(task, openings=openings(config, task, tokenizer).by_row)  # check_environment has its problem
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
@@ -225,7 +225,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
         if name in ("model", *BUILT_IN):
             continue
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
-        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        prompt = first and untokenized(first, task)
         yield from check_callable(f"task.{key}", name, prompt, task)
         if name == "code_tests":
             yield from _untested(config, key, [*train, *heldout])
