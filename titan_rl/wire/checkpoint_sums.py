@@ -4,7 +4,8 @@
     step-20/checksums.json      the bytes and the sum of every file
     step-20/.metadata           renamed into place last; only then does the checkpoint count
 
-Checkpoints without checksums.json were written by an earlier version. They are not compared.
+Checkpoints without checksums.json were written by an earlier version. They are not compared. The .metadata of every
+checkpoint is read for what it would execute (checkpoint_pickle.py): whoever can change it can also change the sums.
 """
 
 import json
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
+
+from titan_rl.wire.checkpoint_pickle import foreign_content
 
 FOLDER = "checkpoint"
 """Folder of a run's checkpoints, in its dump folder."""
@@ -57,6 +60,14 @@ def write_sums(folder: Path, sums: Mapping[str, FileSum]) -> None:
 
 def damage(folder: Path, *, read: bool = False) -> str:
     """Return the problem of a checkpoint's files, or "". Compare sizes only, or `read` all bytes too."""
+    why = changed(folder, read=read)
+    if not why and read and (foreign := foreign_content(folder / METADATA)):
+        return f"{METADATA} cannot be read: {foreign}"
+    return why
+
+
+def changed(folder: Path, *, read: bool = False) -> str:
+    """Return how a folder's files differ from its checksums, or ""."""
     try:
         if not (folder / SUMS).exists():
             return "" if (folder / METADATA).stat().st_size else f"{METADATA} is empty"

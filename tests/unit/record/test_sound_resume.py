@@ -1,5 +1,6 @@
 """Where a run resumes if checkpoints are damaged, and its messages."""
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def saved(folder: Path, *steps: int) -> Path:
         for name in ("__0_0.distcp", ".metadata"):
             with (path / name).open("wb") as file:
                 summed = SummedFile(file)
-                summed.write(f"{folder.name} {step} {name}".encode())
+                summed.write(pickle.dumps(f"{folder.name} {step} {name}"))
             sums[name] = summed.sum
         write_sums(path, sums)
     return folder
@@ -71,7 +72,7 @@ def test_a_dry_run_sees_what_sizes_tell_and_renames_nothing(tmp_path: Path) -> N
     resume, notes = sound_resume(tmp_path, Config(), dry=True)
     assert resume == Resume(2, None)
     assert len(notes) == 1
-    assert "step-4: .metadata: expected 22 bytes, found 0" in notes[0]
+    assert "step-4: .metadata: expected 37 bytes, found 0" in notes[0]
     assert names(checkpoints) == ["step-2", "step-4"]
 
 
