@@ -51,7 +51,7 @@ class SummedFiles(FileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         """Move .metadata into place, which makes the checkpoint count."""
         self.sums[METADATA] = self.sums.pop(Path(path).name)
-        write_sums(Path(path).parent, self.sums)
+        write_sums(Path(path).parent, self.sums, Path(path).parent.name)
         super().rename(path, new_path)
 
 

@@ -20,6 +20,8 @@ from titan_rl.config.sections import Config
 from titan_rl.wire.checkpoint_sums import FOLDER, METADATA, SUMS, damage
 from titan_rl.wire.types import PhaseName
 
+NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as the run writes it: not step-08
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
@@ -78,7 +80,7 @@ class Checkpoints:
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step-*"):
-        if found := re.fullmatch(r"step-(\d+)", path.name):
+        if found := NAME.fullmatch(path.name):
             yield int(found[1]), path
 
 

@@ -56,6 +56,8 @@ class _Names(pickle.Unpickler):
 
 def foreign_content(path: Path) -> str:
     """Return why DCP must not unpickle a file; "" if it holds only what DCP writes."""
+    if not path.is_file():  # to open a FIFO would wait for a writer
+        return "it is no file"
     try:
         with path.open("rb") as file:
             _Names(file).load()
