@@ -126,7 +126,8 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(tmp_path: Pat
     assert notes == ["the checkpoint of step 2 has no checksums: its bytes cannot be checked"]
 
 
-def test_a_name_that_only_resembles_a_step_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["step-6.bad", "step-06", "step--6", "step-\u0666", "step-6 (copy)", f"step-{10**19}"])
+def test_a_name_that_only_resembles_a_step_is_none(tmp_path: Path, name: str) -> None:
     checkpoints = saved(tmp_path / "checkpoint", 4, 6)
-    (checkpoints / "step-6").rename(checkpoints / "step-6.bad")
+    (checkpoints / "step-6").rename(checkpoints / name)
     assert sound_resume(tmp_path, Config()) == (Resume(4, None), [])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, write_sums
+from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, export_damage, sum_files, write_sums
 
 
 def flip(path: Path) -> None:
@@ -24,7 +24,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, files: Mapping[str, Sequence[Any]]) -> None:
+def write(folder: Path, files: Mapping[str, Sequence[Any]], written_as: str = "") -> None:
     sums = {}
     for name, parts in files.items():
         with (folder / name).open("wb") as file:
@@ -32,7 +32,7 @@ def write(folder: Path, files: Mapping[str, Sequence[Any]]) -> None:
             for part in parts:
                 summed.write(part)
         sums[name] = summed.sum
-    write_sums(folder, sums)
+    write_sums(folder, sums, written_as)
 
 
 def test_what_was_written_is_what_is_read(checkpoint: Path) -> None:
@@ -48,6 +48,16 @@ def test_what_was_written_is_what_is_read(checkpoint: Path) -> None:
         (SUMS, lambda path: path.write_text('{"files": '), f"{SUMS} cannot be read: JSONDecodeError"),
         (SUMS, lambda path: path.write_text("[]"), f"{SUMS} cannot be read: TypeError"),
         (SUMS, lambda path: path.write_text('{"files": [1]}'), f"{SUMS} cannot be read: "),
+        (SUMS, lambda path: path.write_text("[" * 100_000), f"{SUMS} cannot be read: RecursionError"),
+        (SUMS, lambda path: path.write_text('{"algorithm": "md5", "files": {}}'), "expected sums of the kind xxh3_128"),
+        (
+            SUMS,
+            lambda path: path.write_text('{"algorithm": "xxh3_128", "files": {}}'),
+            f"{SUMS} has no sum of .metadata",
+        ),
+        (SUMS, lambda path: (path.unlink(), os.mkfifo(path)), f"{SUMS} is no file"),
+        (".metadata", lambda path: (path.unlink(), os.mkfifo(path)), ".metadata is missing"),
+        ("__2_0.distcp", lambda path: path.write_bytes(b"of another rank"), f"{SUMS} has no sum of __2_0.distcp"),
     ],
 )
 def test_a_harmed_file_is_named_without_reading_any_bytes(
@@ -106,3 +116,29 @@ def test_a_metadata_that_would_call_something_is_refused_by_name(
     assert f".metadata cannot be read: {found}" in damage(tmp_path, read=True) or not content
     assert damage(tmp_path, read=True)
     assert not (tmp_path / "planted").exists()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "step-8"
+    folder.mkdir()
+    write(folder, {"__0_0.distcp": [b"weights"], ".metadata": [pickle.dumps("names")]}, "step-8")
+    assert damage(folder) == ""
+    folder.rename(moved := tmp_path / "step-10")
+    assert damage(moved) == "it was written as step-8"
+
+
+def test_an_exported_model_is_compared_with_its_sums(tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    for name in ("config.json", "model-00001-of-00001.safetensors", "templates/tool.jinja"):
+        (tmp_path / name).write_text(name)
+    assert export_damage(tmp_path, read=True) == "", "of an earlier version"
+    sum_files(tmp_path)
+    assert export_damage(tmp_path, read=True) == ""
+    flip(tmp_path / "model-00001-of-00001.safetensors")
+    assert export_damage(tmp_path) == ""
+    assert "expected the checksum" in export_damage(tmp_path, read=True)
+    (tmp_path / "config.json").unlink()
+    assert export_damage(tmp_path) == "config.json is missing"
+    (tmp_path / SUMS).unlink()
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert export_damage(tmp_path) == "it has no weights"
