@@ -85,6 +85,12 @@ class Setup:
         return trained and (self.folder / "hf").exists() and not export_damage(self.folder / "hf")
 
 
+def export_notes(folder: Path) -> list[str]:
+    """Return a note if the model that an earlier process exported is not whole."""
+    why = export_damage(folder / "hf") if (folder / "hf").exists() else ""
+    return [f"hf/ is not whole, and is exported again at the end of the run: {why}"] if why else []
+
+
 @refusing
 def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
     """Plan a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
@@ -124,7 +130,7 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
     if not config.job.fresh:
         resume, notes = sound_resume(folder, config, dry=True)
         recorded = Recorded.of(folder)
-        notes += recorded.missing(config, resume)
+        notes += [*recorded.missing(config, resume), *export_notes(folder)]
     on_gpu = device == "cuda"
     return Setup(
         name=name,
@@ -163,7 +169,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         lock.move_old_run()
     else:
         resume, notes = sound_resume(folder, config)
-        notes += setup.recorded.missing(config, resume)
+        notes += [*setup.recorded.missing(config, resume), *export_notes(folder)]
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
     if config.model.hf_assets_path:
         return setup

@@ -43,8 +43,8 @@ EVALUATION = fields(
 
 def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tuple[list[str], str]:
     """Return all problems of a run, and one line that counts the checked prompts and steps. A copy of an `active` run's
-    files has no checkpoints, no exported models and no evaluations. The bytes of the newest checkpoint are read, or of
-    all of them."""
+    files has no superseded lines, checkpoints, exported models and evaluations. The bytes of the newest checkpoint are
+    read, or of all of them."""
     try:
         history = History.of(folder)
     except OSError as error:
@@ -338,14 +338,13 @@ def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) ->
 
 def logs_complete(history: History) -> Iterator[str]:
     """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
-    kinds = set[str]()
-    seen, twice = set[bytes](), ""
+    kinds, seen, twice = set[str](), set[int](), ""
     for at, raw, line in objects(history.folder / METRICS, METRIC):
         if isinstance(line, dict):
             kinds.add(line["kind"])
-        if raw in seen:
+        if (hashed := hash(raw)) in seen:
             twice = twice or f"{at}: a line that is there twice"
-        seen.add(raw)
+        seen.add(hashed)
     if twice:
         yield twice
     if history.starts and "startup" not in kinds:
@@ -356,9 +355,10 @@ def logs_complete(history: History) -> Iterator[str]:
         if invented := sorted(step for step in moved if step <= earliest):
             where = superseded(history.folder / name).name
             yield f"{where} has step {invented[0]}, to before which the run never returned"
-        present = _rl_steps(history.folder / name)
-        for step in history.steps:
-            if step > history.cut and step not in moved and step not in present and history.uncut(step):
+        cut = [step for step in history.steps if step > history.cut and step not in moved and history.uncut(step)]
+        present = _rl_steps(history.folder / name) if cut else ()
+        for step in cut:
+            if step not in present:
                 yield f"{name}: step {step} is missing, and no restart has moved it aside"
 
 
@@ -371,5 +371,5 @@ def _rl_steps(path: Path) -> set[int]:
 
 Rule = Callable[[History], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
-NOT_OF_A_COPY: tuple[Rule, ...] = (checkpoints_saved, exports_whole, scores_agree)
-RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, logs_complete, *NOT_OF_A_COPY)
+NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree)
+RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, *NOT_OF_A_COPY)
