@@ -290,4 +290,4 @@ async def test_a_changed_reference_is_not_trained_against(
     sum_files(start)
     harm(start)
     with pytest.raises(RunError, match=f"{start} cannot be used: {why}"):
-        await learns.resume("rl", Resume(3, None))
+        await learns.begin(3)
