@@ -5,7 +5,7 @@
     step-20/.metadata           renamed into place last; only then does the checkpoint count
 
 Checkpoints without checksums.json were written by an earlier version. They are not compared. The .metadata of every
-checkpoint is read for what it would execute (checkpoint_pickle.py): whoever can change it can also change the sums.
+checkpoint is searched for calls (checkpoint_pickle.py), with matching sums too: an attacker can change both.
 """
 
 import json

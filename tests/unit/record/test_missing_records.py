@@ -1,4 +1,4 @@
-"""What a start says about files that were lost or exchanged since the run wrote them."""
+"""Notes of a start on files that were lost or exchanged since the run wrote them."""
 
 import json
 import shutil
