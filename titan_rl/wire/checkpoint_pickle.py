@@ -1,4 +1,4 @@
-"""Finds the calls that unpickling a checkpoint's .metadata would make. DCP unpickles that file, and a pickle can call any function.
+"""Finds the calls that unpickling a checkpoint's .metadata would make. DCP unpickles it, and a pickle can call anything.
 
 The classes of DCP's own metadata are the only ones that a save writes. Everything else is refused by name before DCP
 reads the file. No class is imported here: the pickle is read with an empty class in the place of each.
