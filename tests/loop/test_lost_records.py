@@ -53,7 +53,7 @@ def linked(folder: Path) -> None:
             "is missing or not whole: the steps after the cold start are trained again",
         ),
         (remove("checkpoint/step-8/checksums.json"), 6, "step-8: checksums.json is missing, which this run writes"),
-        (copied, 6, "step-8: it is a copy of step-6"),
+        (copied, 6, "step-8: it was written as step-6"),
         (linked, 6, "step-8: it is a link"),
         (remove("ledger.jsonl"), 8, "ledger.jsonl is missing, and the run resumes from step 8"),
         (halve("ledger.jsonl"), 8, "ledger.jsonl ends at step "),

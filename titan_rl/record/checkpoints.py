@@ -94,4 +94,5 @@ def _misplaced(path: Path) -> str:
         return f"{SUMS} is missing, which this run writes" if others else ""
     written = sums.read_bytes()  # also of the optimizer's step count, so no two steps have the same
     copied = next((other for n, other in others if n < step and other.read_bytes() == written), None)
-    return f"it is a copy of {copied.parent.name}" if copied else ""
+    named = b'"name": "step-' in written  # then `damage` tells a copy by its name
+    return f"it is a copy of {copied.parent.name}" if copied and not named else ""

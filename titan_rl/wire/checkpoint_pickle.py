@@ -1,4 +1,5 @@
-"""Finds the calls that unpickling a checkpoint's .metadata would make. DCP unpickles it, and a pickle can call anything.
+"""Finds the calls that unpickling a checkpoint's .metadata would make. DCP unpickles it, and a pickle can call any
+function.
 
 The classes of DCP's own metadata are the only ones that a save writes. Everything else is refused by name before DCP
 reads the file. No class is imported here: the pickle is read with an empty class in the place of each.
