@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         expected = f"expected the dump folder of an RL run, with its {needed}"
         print(f"titan_rl.audit: RUN: {expected}, {problem}", file=sys.stderr)
         return USAGE
-    return audit_rewards(options.run) if options.rewards else audit_ledger(options.run)
+    return audit_rewards(options.run) if options.rewards else audit_ledger(options.run, options.all_bytes)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,13 +44,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=path_argument, help="dump folder of the run")
     rewards = "instead, report rewards that may have been won without solving the task, with samples to read"
     parser.add_argument("--rewards", action="store_true", help=rewards)
+    parser.add_argument(
+        "--all-bytes", action="store_true", help="read all checkpoints; by default the newest one, and sizes of others"
+    )
     return parser
 
 
-def audit_ledger(run: Path) -> int:
+def audit_ledger(run: Path, all_bytes: bool) -> int:
     """Print that the run's files agree, or their problems."""
     with frozen(run) as (folder, note):
-        problems, checked = audit(folder, active=bool(note))
+        problems, checked = audit(folder, active=bool(note), all_bytes=all_bytes)
     if note:
         print(note)
     for problem in problems[:SHOWN]:

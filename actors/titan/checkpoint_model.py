@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan_rl.actors.titan.model import TitanModel, local
 from titan_rl.actors.titan.rotary_order import of_earlier_version, reorder
+from titan_rl.actors.titan.summed_writer import load_checkpoint
 from titan_rl.config.sections import ActivationCheckpointSection, CompileSection, Config, ParallelismSection
 from titan_rl.wire.model_shape import ModelShape
 
@@ -31,7 +31,7 @@ class CheckpointModel(TitanModel):
         )
         super().__init__(alone, shape, ParallelismSection())
         self.model.eval().requires_grad_(False)
-        load(self.model.state_dict(), checkpoint_id=folder)
+        load_checkpoint(self.model.state_dict(), folder)
         if of_earlier_version(folder):
             reorder(shape, self.model.named_parameters())
 

@@ -1,9 +1,12 @@
-"""TorchTitan's checkpoints, written with checksums (wire/checkpoint_sums.py).
+"""TorchTitan's checkpoints, written with checksums (wire/checkpoint_sums.py), and read without executing anything.
 
 each rank    write_data: sums its file while it writes it ──┐ gathered with DCP's own results
 rank 0       finish: .metadata.tmp, checksums.json, and only then .metadata
+
+DCP unpickles .metadata and every value that is no tensor. load_checkpoint refuses both if they name code.
 """
 
+import io
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -11,16 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import futures
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
-from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
 from titan_rl.actors.titan.private import FileWriter
+from titan_rl.wire.checkpoint_pickle import foreign_content
 from titan_rl.wire.checkpoint_sums import METADATA, FileSum, SummedFile, write_sums
 
 
@@ -44,7 +51,7 @@ class SummedFiles(FileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         """Move .metadata into place, which makes the checkpoint count."""
         self.sums[METADATA] = self.sums.pop(Path(path).name)
-        write_sums(Path(path).parent, self.sums)
+        write_sums(Path(path).parent, self.sums, Path(path).parent.name)
         super().rename(path, new_path)
 
 
@@ -65,6 +72,34 @@ class SummedWriter(FileWriter):
             assert isinstance(parts, WrittenParts)
             self._files.sums |= parts.sums
         super().finish(metadata, results)
+
+
+class PlainMetadata(FileSystemReader):
+    """DCP's reader. It unpickles a .metadata only if that holds nothing but DCP's own classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / METADATA
+        if foreign := foreign_content(path):
+            raise ValueError(f"{path} is refused: {foreign}")
+        return super().read_metadata(*args, **kwargs)
+
+
+class PlainValues(DefaultLoadPlanner):
+    """DCP's plan of a load. It unpickles a value that is no tensor only if torch's list of safe classes covers it."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except Exception as error:
+            why = " ".join(str(error).split())[:500]
+            raise ValueError(f"the value {read_item.storage_index.fqn} is refused: {why}") from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def load_checkpoint(state_dict: dict[str, Any], folder: str | Path) -> None:
+    """Load `state_dict` in place from a checkpoint of any mesh."""
+    load(state_dict, storage_reader=PlainMetadata(folder), planner=PlainValues())
 
 
 class SummedCheckpoints(CheckpointManager):
@@ -98,3 +133,8 @@ class SummedCheckpoints(CheckpointManager):
         if enable_garbage_collection:
             GarbageCollection.collect("after a checkpoint")
         return saving
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        assert not from_hf, "model folders are read by TitanModel.read"
+        load_checkpoint(state_dict, checkpoint_id)
+        self.states[MODEL].load_state_dict(state_dict)

@@ -11,7 +11,7 @@ import pytest
 from support.running import WHOLE, RunFiles, Runs
 from titan_rl.config.toml import load
 from titan_rl.record.audit_rules import audit
-from titan_rl.record.missing_records import missing_records
+from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, sound_resume
 
 
@@ -53,7 +53,7 @@ def linked(folder: Path) -> None:
             "is missing or not whole: the steps after the cold start are trained again",
         ),
         (remove("checkpoint/step-8/checksums.json"), 6, "step-8: checksums.json is missing, which this run writes"),
-        (copied, 6, "step-8: it is a copy of step-6"),
+        (copied, 6, "step-8: it was written as step-6"),
         (linked, 6, "step-8: it is a link"),
         (remove("ledger.jsonl"), 8, "ledger.jsonl is missing, and the run resumes from step 8"),
         (halve("ledger.jsonl"), 8, "ledger.jsonl ends at step "),
@@ -68,11 +68,11 @@ def test_what_a_folder_lost_is_named_before_anything_is_trained(
 ) -> None:
     folder = shutil.copytree(whole.folder, tmp_path / "run")
     config = load(folder / "config.toml")
-    assert missing_records(folder, config, Resume(8, None)) == []
+    assert Recorded.of(folder).missing(config, Resume(8, None)) == []
     lose(folder)
     resume, notes = sound_resume(folder, config)
     assert resume.rl == resumes_at
-    notes += missing_records(folder, config, resume)
+    notes += Recorded.of(folder).missing(config, resume)
     assert any(note in each for each in notes), notes
 
 

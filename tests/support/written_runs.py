@@ -1,6 +1,7 @@
 """Runs whose files are written by the real stream, ledger and log, without engines and trainers."""
 
 import asyncio
+import pickle
 import re
 import shutil
 import tempfile
@@ -198,6 +199,6 @@ class WrittenRun:
     def _checkpoint(self, step: int) -> None:
         folder = self.folder / "checkpoint" / f"step-{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".metadata").write_bytes(b"whole")
+        (folder / ".metadata").write_bytes(pickle.dumps("whole"))
         for old in self.whole_steps()[:-2]:
             shutil.rmtree(folder.with_name(f"step-{old}"))

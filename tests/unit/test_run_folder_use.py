@@ -1,6 +1,7 @@
 """What `python -m titan_rl.run` does with its folder before it starts anything."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def old(tmp_path: Path) -> Path:
     """The folder of an earlier run."""
     folder = tmp_path / "run"
     (folder / "checkpoint/step-3").mkdir(parents=True)
-    (folder / "checkpoint/step-3/.metadata").write_text("whole")
+    (folder / "checkpoint/step-3/.metadata").write_bytes(pickle.dumps("whole"))
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("old")
     return folder
@@ -125,7 +126,7 @@ def test_damaged_checkpoints_only_end_with_1_and_a_damaged_one_is_in_the_plan(
         assert "is damaged" in err
     assert not begun
     (old / "checkpoint/step-2").mkdir()
-    (old / "checkpoint/step-2/.metadata").write_text("whole")
+    (old / "checkpoint/step-2/.metadata").write_bytes(pickle.dumps("whole"))
     assert start("--job.dump_folder", str(old)) == 0
     assert begun[0][0].resume.rl == 2
     assert "the checkpoint of step 3 is damaged, and the checkpoint of step 2 is used" in " ".join(

@@ -357,6 +357,8 @@ def _unwritable(value: Any) -> str:
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO or a device may have no end
+            raise ValueError("something else")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ValueError(f"{size} bytes, of at most {MOST_BYTES}")
         text = path.read_text(encoding="utf-8")

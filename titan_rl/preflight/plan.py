@@ -13,7 +13,7 @@ from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.record.missing_records import missing_records
+from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import Example
@@ -25,6 +25,7 @@ from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
@@ -61,6 +62,7 @@ class Setup:
     device: str  # "cpu" or "cuda"
     gpus: Gpus
     resume: Resume
+    recorded: Recorded  # in the folder's files, when the run was planned
     role_shapes: dict[str, ModelShape]  # a teacher's and a reward model's; other roles have the policy's shape
     judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
@@ -80,7 +82,13 @@ class Setup:
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
-        return trained and (self.folder / "hf").exists()
+        return trained and (self.folder / "hf").exists() and not export_damage(self.folder / "hf")
+
+
+def export_notes(folder: Path) -> list[str]:
+    """Return a note if the model that an earlier process exported is not whole."""
+    why = export_damage(folder / "hf") if (folder / "hf").exists() else ""
+    return [f"hf/ is not whole, and is exported again at the end of the run: {why}"] if why else []
 
 
 @refusing
@@ -118,10 +126,11 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
         )
 
     sets = tuple(map(problems_of, eval_sets(config.eval.sets)))
-    resume, notes = Resume(None, None), list[str]()
+    resume, notes, recorded = Resume(None, None), list[str](), Recorded(folder)
     if not config.job.fresh:
         resume, notes = sound_resume(folder, config, dry=True)
-        notes += missing_records(folder, config, resume)
+        recorded = Recorded.of(folder)
+        notes += [*recorded.missing(config, resume), *export_notes(folder)]
     on_gpu = device == "cuda"
     return Setup(
         name=name,
@@ -140,6 +149,7 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
         device=device,
         gpus=gpus,
         resume=resume,
+        recorded=recorded,
         role_shapes={
             name: shape_of_folder(role.hf_assets_path, f"{name}.hf_assets_path")
             for name, role in config.roles.items()
@@ -159,7 +169,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         lock.move_old_run()
     else:
         resume, notes = sound_resume(folder, config)
-        notes += missing_records(folder, config, resume)
+        notes += [*setup.recorded.missing(config, resume), *export_notes(folder)]
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
     if config.model.hf_assets_path:
         return setup

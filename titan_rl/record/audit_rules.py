@@ -6,9 +6,10 @@ also of malformed files.
 """
 
 import json
+import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.ledger import NAME, digest, read_checksum
-from titan_rl.record.lines import fields, invalid, is_text, objects
+from titan_rl.record.lines import fields, invalid, is_number, is_text, list_of, objects, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.run_history import METRIC, METRICS, ROLLOUTS, History, PromptHistory
-from titan_rl.wire.checkpoint_sums import FOLDER
+from titan_rl.record.summary import summary_scores
+from titan_rl.wire.checkpoint_sums import FOLDER, export_damage
 
 ROLLOUT = fields(
     "step prompt_id sample",
@@ -29,19 +31,28 @@ ROLLOUT = fields(
 )
 TURN = fields("turn branch read sampled")
 EVALUATIONS, SUMMARY, HELD_OUT = "evaluations.jsonl", "summary.json", "heldout"
-EVALUATION = fields("step", kind=is_text, set=is_text, rewards=lambda value: isinstance(value, dict))
+EXPORTED = ("hf", "start")
+_rewards = list_of(lambda reward: reward is None or is_number(reward))
+EVALUATION = fields(
+    "step",
+    kind=is_text,
+    set=is_text,
+    rewards=lambda value: isinstance(value, dict) and all(map(_rewards, value.values())),
+)
 
 
-def audit(folder: Path, *, active: bool = False) -> tuple[list[str], str]:
+def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tuple[list[str], str]:
     """Return all problems of a run, and one line that counts the checked prompts and steps. A copy of an `active` run's
-    files has no checkpoints and no evaluations."""
+    files has no superseded lines, checkpoints, exported models and evaluations. The bytes of the newest checkpoint are
+    read, or of all of them."""
     try:
         history = History.of(folder)
     except OSError as error:
         return [f"{NAME}: {error.strerror or error}"], ""
+    history.all_bytes = all_bytes
     problems = list[str]()
     for rule in RULES:
-        if active and rule in (checkpoints_saved, scores_agree):
+        if active and rule in NOT_OF_A_COPY:
             continue
         try:
             problems += rule(history)
@@ -53,6 +64,7 @@ def audit(folder: Path, *, active: bool = False) -> tuple[list[str], str]:
         f"steps, {sum(bool(p.dropped) for p in prompts)} dropped, "
         f"{sum(not p.undone and not p.final for p in prompts)} unfinished, "
         f"{sum(p.admissions - 1 for p in prompts)} admitted again by {len(history.starts) - 1} restarts"
+        + ("" if active else _unread(history))
     )
 
 
@@ -228,55 +240,136 @@ def checkpoints_saved(history: History) -> Iterator[str]:
         return
     checkpoints = Checkpoints.of(history.folder, history.config)
     whole = checkpoints.whole_steps()
-    for step in whole:
-        if step not in history.saved:
-            yield f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}"
-        elif damaged := checkpoints.damage(step):
-            yield damaged.removeprefix(f"{history.folder}/")
+    unsaved = [step for step in whole if step not in history.saved]
+    yield from (f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}" for step in unsaved)
+    for found, step, read in _whole_checkpoints(history):
+        if (found is checkpoints and step in unsaved) or not (damaged := found.damage(step, read=read)):
+            continue
+        yield damaged.removeprefix(f"{history.folder}/")
     newest = max((step for step, trained in history.steps.items() if trained.saved), default=0)
     ended = history.last > newest or history.finished  # else a kill may have come before the checkpoint was whole
     if newest and ended and newest not in whole:
         yield f"the ledger saved step {newest}, of which {FOLDER} has no whole checkpoint"
 
 
+def _whole_checkpoints(history: History) -> list[tuple[Checkpoints, int, bool]]:
+    """Return the whole steps of each phase, oldest first, and which of them are read to the last byte."""
+    if history.config is None:
+        return []
+    phases = [Checkpoints.of(history.folder, history.config, phase) for phase in ("cold_start", "rl")]
+    found = [(checkpoints, step) for checkpoints in phases for step in checkpoints.whole_steps()]
+    return [(*each, history.all_bytes or each == found[-1]) for each in found]
+
+
+def _unread(history: History) -> str:
+    """Return which checkpoints were compared by their sizes only."""
+    unread = [
+        str((checkpoints.folders[0] / f"step-{step}").relative_to(history.folder))
+        for checkpoints, step, read in _whole_checkpoints(history)
+        if not read
+    ]
+    return f". Only the sizes of {', '.join(unread)} were compared: --all-bytes reads them" if unread else ""
+
+
+def exports_whole(history: History) -> Iterator[str]:
+    """The models in hf and start have the bytes that the run wrote."""
+    for path in (history.folder / name for name in EXPORTED):
+        if os.path.lexists(path) and (why := export_damage(path, read=True)):
+            yield f"{path.name}: {why}"
+
+
 def scores_agree(history: History) -> Iterator[str]:
     """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
-    scores = {
-        line["step"]: line[EVAL_SCORE]
-        for _, _, line in objects(history.folder / METRICS, METRIC)
-        if isinstance(line, dict) and line["kind"] in ("rl", "eval") and isinstance(line.get(EVAL_SCORE), float)
-    }
-    measured = dict[int, float]()
-    if (history.folder / EVALUATIONS).exists():
-        for at, _, line in objects(history.folder / EVALUATIONS, EVALUATION):
+    metrics = [line for _, _, line in objects(history.folder / METRICS, METRIC) if isinstance(line, dict)]
+    scored = [line for line in metrics if EVAL_SCORE in line]
+    scores = {_evaluated(line): line[EVAL_SCORE] for line in scored if is_number(line[EVAL_SCORE])}
+    measured, lines = dict[tuple[bool, int], float](), set[bytes]()
+    if os.path.lexists(history.folder / EVALUATIONS):
+        for at, raw, line in objects(history.folder / EVALUATIONS, EVALUATION):
             if isinstance(line, str):
                 yield line
-            elif line["kind"] == "eval" and line["set"] == HELD_OUT:
+                continue
+            if raw in lines:
+                yield f"{at}: an evaluation that is there twice"
+            lines.add(raw)
+            cold, step = evaluated = _evaluated(line)
+            if not cold and step > history.last:
+                yield f"{at}: an evaluation of step {step}, which the ledger has not trained"
+            if line["set"] == HELD_OUT:
                 rewards = [reward or 0.0 for answers in line["rewards"].values() for reward in answers]
-                measured[line["step"]] = fsum(rewards) / max(1, len(rewards))
-                if line["step"] not in scores and history.written(line["step"]):
-                    yield f"{at}: an evaluation of step {line['step']}, which {METRICS} does not have"
-    for step, score in scores.items():
-        if step > 0 and not history.written(step):
+                measured[evaluated] = fsum(rewards) / max(1, len(rewards))
+                if line["kind"] == "eval" and evaluated not in scores and history.written(step):
+                    yield f"{at}: an evaluation of step {step}, which {METRICS} does not have"
+    for (cold, step), score in scores.items():
+        if not cold and step > 0 and not history.written(step):
             continue
-        if step not in measured:
-            yield f"{EVALUATIONS} has no evaluation of step {step}, whose score is {score:g} in {METRICS}"
-        elif abs(measured[step] - score) > 1e-6:
-            yield f"{EVALUATIONS}: step {step} has the score {measured[step]:g}, {score:g} in {METRICS}"
-    if not history.finished or not (history.folder / SUMMARY).is_file():
+        what = f"step {step}" + " of the cold start" * cold
+        if (cold, step) not in measured:
+            yield f"{EVALUATIONS} has no evaluation of {what}, whose score is {score:g} in {METRICS}"
+        elif abs(measured[cold, step] - score) > 1e-6:
+            yield f"{EVALUATIONS}: {what} has the score {measured[cold, step]:g}, {score:g} in {METRICS}"
+    if history.finished and os.path.lexists(history.folder / SUMMARY):
+        yield from _summary_problems(history, metrics)
+
+
+def _evaluated(line: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether a line is of the cold start, and its step. Steps are counted from 0 in both."""
+    return line["kind"] == "cold_start", line["step"]
+
+
+def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not (history.folder / SUMMARY).is_file():
+        yield f"{SUMMARY}: expected a file, found something else"
         return
     try:
         summary = json.loads((history.folder / SUMMARY).read_bytes())
-        steps, final = summary["steps"], summary.get("final_eval")
+        steps, seed = summary["steps"], summary.get("seed")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield f"{SUMMARY}: {type(error).__name__}: {error}"
         return
     if steps != history.last:
         yield f"{SUMMARY}: {steps} steps, the ledger has {history.last}"
-    if scores and final is not None and final != (score := scores[max(scores)]):
-        yield f"{SUMMARY}: final_eval is {final}, {score:g} in {METRICS}"
+    if history.config is not None and seed not in (None, history.config.debug.seed):
+        yield f"{SUMMARY}: the seed is {seed}, {history.config.debug.seed} in config.toml"
+    for key, score in summary_scores(metrics).items():
+        if key in summary and summary[key] != score:
+            yield f"{SUMMARY}: {key} is {summary[key]}, {score} in {METRICS}"
+
+
+def logs_complete(history: History) -> Iterator[str]:
+    """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
+    kinds, seen, twice = set[str](), set[int](), ""
+    for at, raw, line in objects(history.folder / METRICS, METRIC):
+        if isinstance(line, dict):
+            kinds.add(line["kind"])
+        if (hashed := hash(raw)) in seen:
+            twice = twice or f"{at}: a line that is there twice"
+        seen.add(hashed)
+    if twice:
+        yield twice
+    if history.starts and "startup" not in kinds:
+        yield f"{METRICS} has no line of a start, the ledger has {len(history.starts)}"
+    earliest = min([start.step for start in history.starts[1:]] + [history.cut])
+    for name in (METRICS, ROLLOUTS):
+        moved = _rl_steps(superseded(history.folder / name))
+        if invented := sorted(step for step in moved if step <= earliest):
+            where = superseded(history.folder / name).name
+            yield f"{where} has step {invented[0]}, to before which the run never returned"
+        cut = [step for step in history.steps if step > history.cut and step not in moved and history.uncut(step)]
+        present = _rl_steps(history.folder / name) if cut else ()
+        for step in cut:
+            if step not in present:
+                yield f"{name}: step {step} is missing, and no restart has moved it aside"
+
+
+def _rl_steps(path: Path) -> set[int]:
+    """Return the RL steps of which a file has lines."""
+    if not os.path.lexists(path):
+        return set()
+    return {line["step"] for _, _, line in objects(path, METRIC) if isinstance(line, dict) and line["kind"] == "rl"}
 
 
 Rule = Callable[[History], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
-RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, checkpoints_saved, scores_agree)
+NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree)
+RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, *NOT_OF_A_COPY)

@@ -20,6 +20,8 @@ from titan_rl.config.sections import Config
 from titan_rl.wire.checkpoint_sums import FOLDER, METADATA, SUMS, damage
 from titan_rl.wire.types import PhaseName
 
+NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as the run writes it: not step-08
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
@@ -78,7 +80,7 @@ class Checkpoints:
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step-*"):
-        if found := re.fullmatch(r"step-(\d+)", path.name):
+        if found := NAME.fullmatch(path.name):
             yield int(found[1]), path
 
 
@@ -92,4 +94,5 @@ def _misplaced(path: Path) -> str:
         return f"{SUMS} is missing, which this run writes" if others else ""
     written = sums.read_bytes()  # also of the optimizer's step count, so no two steps have the same
     copied = next((other for n, other in others if n < step and other.read_bytes() == written), None)
-    return f"it is a copy of {copied.parent.name}" if copied else ""
+    named = b'"name": "step-' in written  # then `damage` tells a copy by its name
+    return f"it is a copy of {copied.parent.name}" if copied and not named else ""

@@ -99,6 +99,7 @@ class History:
     """The other files may lack later steps: a process that is not in the ledger yet, or was killed before it was, has
     removed them."""
     saved: set[int] = field(default_factory=set)  # every step that a checkpoint was begun for
+    all_bytes: bool = False  # also the bytes of earlier checkpoints than the newest are read
     problems: list[str] = field(default_factory=list)
     _at: str = ""  # the line that is read
     _next: int = 0  # the source gives the open prompts, then `_next` and on
@@ -142,8 +143,12 @@ class History:
 
     def written(self, step: int) -> bool:
         """Return True if the ledger proves that the other files have the step: a process can end between the two."""
+        return step <= self.cut and self.uncut(step)
+
+    def uncut(self, step: int) -> bool:
+        """Return True if the ledger proves that the other files had the step, before a process removed later ones."""
         trained = self.steps.get(step)
-        if trained is None or step > self.cut:
+        if trained is None:
             return False
         return step < self.last or trained.saved or trained.logged is not None
 

@@ -49,6 +49,8 @@ class RunLock(SelfClosing):
 
 def in_use(folder: Path) -> bool:
     """Return True if a process has the folder locked; this one may, too."""
+    if not (folder / LOCK).is_file():  # to open a FIFO would wait for a writer
+        return False
     try:
         lock_file = (folder / LOCK).open("rb")
     except FileNotFoundError:

@@ -37,6 +37,9 @@ Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
 HEAD = re.compile(rb'\{"kind": ?"(\w+)", ?"step": ?(\d+),')
 
 
+JOINED = b'}{"kind":'  # two lines in one; within a text the quotes would be escaped
+
+
 class RunLog(SelfClosing):
     """Writes a run's files.
 
@@ -248,7 +251,7 @@ def open_after(path: Path, last: Mapping[str, float], warn: Callable[[str], None
     """
 
     def sound(line: bytes) -> bool:
-        return HEAD.match(line) is not None and line.endswith(b"}\n")
+        return HEAD.match(line) is not None and line.endswith(b"}\n") and JOINED not in line
 
     def stays(line: bytes) -> bool:
         head = HEAD.match(line)

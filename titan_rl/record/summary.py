@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from titan_rl.config.sections import Config
-from titan_rl.record.lines import whole_lines
+from titan_rl.record.lines import is_count, is_number, whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.record.run_log import Kind
@@ -25,22 +25,16 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     lines = list(known_lines(folder / "metrics.jsonl"))
     rl = [line for line in lines if line["kind"] == "rl"]
     trained = [line for line in lines if line["kind"] in ("rl", "fit")]
-    scored = [line for line in lines if EVAL_SCORE in line]
-    cold_start_evals = [line[EVAL_SCORE] for line in scored if line["kind"] == "cold_start"]
-    evals = [line[EVAL_SCORE] for line in scored if line["kind"] != "cold_start"]
-    initial_evals = [line[EVAL_SCORE] for line in scored if line["kind"] == "eval" and line["step"] == 0]
     wall, seconds = times(lines)
     tokens, gap_mean, gap_max = (
-        np.array([line[key] for line in rl], dtype=float)  # null stands for NaN, and becomes NaN again
+        np.array([line.get(key) for line in rl], dtype=float)  # null stands for NaN, and becomes NaN again
         for key in ("tokens/trained", "logprob_gap/mean", "logprob_gap/max")
     )
     return {
         "config_name": config_name,
         "seed": config.debug.seed,
         "steps": trained[-1]["step"] if trained else 0,
-        "cold_start_eval": cold_start_evals[0] if cold_start_evals else None,
-        "initial_eval": initial_evals[-1] if initial_evals else None,
-        "final_eval": evals[-1] if evals else None,
+        **summary_scores(lines),
         "bad_rows": next((line.get("bad_rows", 0) for line in reversed(lines) if line["kind"] == "startup"), 0),
         "wall_seconds": wall,
         "seconds": seconds,
@@ -54,13 +48,32 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     }
 
 
+def summary_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the scores of a summary from the lines of metrics.jsonl: before the cold start, before RL, at the end."""
+    scored = [line for line in lines if EVAL_SCORE in line]
+    cold_start = [line[EVAL_SCORE] for line in scored if line["kind"] == "cold_start"]
+    evals = [line[EVAL_SCORE] for line in scored if line["kind"] != "cold_start"]
+    initial = [line[EVAL_SCORE] for line in scored if line["kind"] == "eval" and line["step"] == 0]
+    return {
+        "cold_start_eval": cold_start[0] if cold_start else None,
+        "initial_eval": initial[-1] if initial else None,
+        "final_eval": evals[-1] if evals else None,
+    }
+
+
 def known_lines(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl, or its `last` ones, without damaged lines and lines of an unknown kind."""
     for line in whole_lines(path) if last is None else deque(whole_lines(path), last):
         with suppress(ValueError):
             found = json.loads(line)
-            if isinstance(found, dict) and found.get("kind") in get_args(Kind) and "time" in found:
+            if isinstance(found, dict) and found.get("kind") in get_args(Kind) and _has_numbers(found):
                 yield found
+
+
+def _has_numbers(line: Mapping[str, Any]) -> bool:
+    """Return True if the values of a line that are summed are numbers; null stands for NaN."""
+    others = (line.get(key) for key in line if key.startswith(("time/", "logprob_gap/", "tokens/")))
+    return is_count(line.get("step")) and is_number(line.get("time")) and all(v is None or is_number(v) for v in others)
 
 
 def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
@@ -77,13 +90,13 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     before = lines[0]["time"] if lines else time.time()
     for line in lines:
         if line["kind"] == "startup":
-            before = line["time"] - line["time/startup"]
+            before = line["time"] - (line.get("time/startup") or 0.0)
         elapsed = max(0.0, line["time"] - before)
         if line["kind"] == "cold_start":
             split["cold_start"] += elapsed
         else:
             for part in split:
-                split[part] += line.get(f"time/{part}", 0.0)
+                split[part] += line.get(f"time/{part}") or 0.0
         wall += elapsed
         before = line["time"]
     wall += max(0.0, time.time() - before)

@@ -1,5 +1,6 @@
 """Writes a model as a Hugging Face folder, which transformers and vLLM load without knowing this project."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from titan_rl.preflight.plan import Policy, Setup
 from titan_rl.record.lines import Unwritable, must_write
 from titan_rl.record.run_folder import aside
 from titan_rl.text.template import MORE_TEMPLATES
+from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankFailed
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ async def export_policy(setup: Setup, trainers: "ModelMesh", final: Path) -> Pat
         with must_write(final), new_folder(final) as partial:
             await trainers.export(str(partial))
             write_assets(setup.policy, partial, setup.config.training.dtype)
+            await asyncio.to_thread(sum_files, partial)
     except RankFailed as error:
         raise Unwritable.of_rank(final, error) or error from None
     return final

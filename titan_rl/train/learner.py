@@ -28,6 +28,7 @@ from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
+from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
@@ -296,9 +297,12 @@ class Learner:
         folder = self._setup.folder / "start"
         if step == 0:
             return await export_policy(self._setup, self._meshes.trainers, folder)
-        if not folder.is_dir():
+        damaged = "it is missing"
+        if folder.is_dir():
+            damaged = await asyncio.to_thread(export_damage, folder, read=True)
+        if damaged:
             raise RunError(
-                f"{folder} is missing: it holds the policy that RL began with, which is the reference",
+                f"{folder} cannot be used: {damaged}. It holds the policy that RL began with, which is the reference",
                 "Restore it, or start from scratch with --job.fresh.",
             )
         return folder

@@ -1,10 +1,11 @@
 """Checksums of a checkpoint's files: written with the checkpoint, and compared before a run resumes from it.
 
     step-20/__0_0.distcp, ...   each rank sums the bytes of its file while it writes them
-    step-20/checksums.json      the bytes and the sum of every file
+    step-20/checksums.json      the bytes and the sum of every file, and the folder's name
     step-20/.metadata           renamed into place last; only then does the checkpoint count
 
-Checkpoints without checksums.json were written by an earlier version. They are not compared.
+Checkpoints without checksums.json were written by an earlier version. They are not compared. The .metadata of every
+checkpoint is searched for calls (checkpoint_pickle.py), with matching sums too: an attacker can change both.
 """
 
 import json
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from titan_rl.wire.checkpoint_pickle import foreign_content
+
 FOLDER = "checkpoint"
 """Folder of a run's checkpoints, in its dump folder."""
 METADATA = ".metadata"
@@ -23,6 +26,7 @@ SUMS = "checksums.json"
 ALGORITHM = "xxh3_128"  # faster than crc32 and sha256
 THREADS = 8  # read files concurrently; hashing releases the GIL
 BLOCK = 8 << 20  # bytes
+WEIGHTS = ("*.distcp", METADATA, "*.safetensors")  # each of a folder's files by these names has a sum
 
 
 class FileSum(NamedTuple):
@@ -47,29 +51,48 @@ class SummedFile:
         return FileSum(self._nbytes, self._hashed.hexdigest())
 
 
-def write_sums(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Write them to disk. The checkpoint does not count yet, so this need not be atomic."""
+def write_sums(folder: Path, sums: Mapping[str, FileSum], name: str = "") -> None:
+    """Write them to disk, with the folder's name if it counts under that one alone. It does not count yet, so this need
+    not be atomic."""
     with (folder / SUMS).open("w") as file:
-        json.dump({"algorithm": ALGORITHM, "files": sums}, file, indent=1)
+        json.dump({"algorithm": ALGORITHM, **({"name": name} if name else {}), "files": sums}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
 def damage(folder: Path, *, read: bool = False) -> str:
     """Return the problem of a checkpoint's files, or "". Compare sizes only, or `read` all bytes too."""
+    if not (folder / SUMS).exists():
+        why = "" if (folder / METADATA).is_file() and (folder / METADATA).stat().st_size else f"{METADATA} is empty"
+    else:
+        why = changed(folder, read=read)
+    if not why and read and (foreign := foreign_content(folder / METADATA)):
+        return f"{METADATA} cannot be read: {foreign}"
+    return why
+
+
+def changed(folder: Path, *, read: bool = False) -> str:
+    """Return how a folder's files differ from its checksums, or ""."""
+    if not (folder / SUMS).is_file():  # to open a FIFO would wait for a writer
+        return f"{SUMS} is no file"
     try:
-        if not (folder / SUMS).exists():
-            return "" if (folder / METADATA).stat().st_size else f"{METADATA} is empty"
         saved = json.loads((folder / SUMS).read_bytes())
         expected = {name: FileSum(int(nbytes), str(digest)) for name, (nbytes, digest) in saved["files"].items()}
-        comparable = saved["algorithm"] == ALGORITHM
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{SUMS} cannot be read: {error!r}"
+        algorithm, written_as = saved["algorithm"], saved.get("name", folder.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{SUMS} cannot be read: {str(repr(error))[:200]}"
+    if algorithm != ALGORITHM:
+        return f"{SUMS}: expected sums of the kind {ALGORITHM}, found {str(algorithm)[:40]}"
+    if written_as != folder.name:
+        return f"it was written as {str(written_as)[:40]}"
+    weights = sorted(path.name for pattern in WEIGHTS for path in folder.glob(pattern))
+    if unknown := next((name for name in weights if name not in expected), None):
+        return f"{SUMS} has no sum of {unknown}"
     for name, (nbytes, _) in expected.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != nbytes:
             return f"{name} is missing" if found is None else f"{name}: expected {nbytes:,} bytes, found {found:,}"
-    if not read or not comparable:
+    if not read:
         return ""
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _sum_of(folder / name), expected)
@@ -77,6 +100,23 @@ def damage(folder: Path, *, read: bool = False) -> str:
             if other != digest:
                 return f"{name}: expected the checksum {digest}, found {other}"
     return ""
+
+
+def sum_files(folder: Path) -> None:
+    """Write the checksums of an exported model's files, which are whole."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = list(pool.map(_sum_of, paths))
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    sums = [FileSum(path.stat().st_size, digest) for path, digest in zip(paths, digests, strict=True)]
+    write_sums(folder, dict(zip(names, sums, strict=True)))
+
+
+def export_damage(folder: Path, *, read: bool = False) -> str:
+    """Return the problem of an exported model's files, or "". Earlier versions wrote no sums: then it needs weights."""
+    if (folder / SUMS).exists():
+        return changed(folder, read=read)
+    return "" if any(folder.glob("*.safetensors")) else "it has no weights"
 
 
 def _sum_of(path: Path) -> str:

@@ -1,3 +1,5 @@
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -265,3 +267,24 @@ def test_warnings(tmp_path: Path, toml: str, message: str) -> None:
     assert problems(found) == []
     (warning,) = warnings(found)
     assert warning.startswith(message)
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.superseded.jsonl", "config.toml", ".lock"])
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (Path.mkdir, "a folder"),
+        (os.mkfifo, "something else: remove it"),
+        (lambda path: path.symlink_to("/dev/zero"), "something else: remove it"),
+        (lambda path: path.symlink_to("nowhere"), "something else: remove it"),
+    ],
+)
+def test_what_is_no_file_under_the_name_of_one_is_refused_and_not_opened(
+    tmp_path: Path, name: str, place: Callable[[Path], object], found: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    place(run / name)
+    assert problems(config(tmp_path, f'[job]\ndump_folder = "{run}"\n')) == [
+        f"job.dump_folder: expected a file at {run / name}, found {found}"
+    ]

@@ -1,8 +1,10 @@
 """The audit names a lost, repeated or stale rollout, and a damaged or missing file of a finished run: 8 steps with 2
 prompts of 2 samples each. Each case changes one thing."""
 
+import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from support.forging import (
     without,
 )
 from titan_rl.record.ledger import NAME, digest
+from titan_rl.wire.checkpoint_sums import sum_files
 
 
 def trained_twice(e: list[Line]) -> None:
@@ -212,6 +215,32 @@ def another_checkpoint(folder: Path) -> None:
     shutil.copytree(folder / "checkpoint" / "step-8", folder / "checkpoint" / "step-9")
 
 
+def evaluations(*rewards: dict[str, list[object]], step: int = 8) -> Change:
+    def change(folder: Path) -> None:
+        head = {"kind": "eval", "step": step, "set": "heldout"}
+        lines = [json.dumps({**head, "rewards": each}) + "\n" for each in rewards]
+        (folder / "evaluations.jsonl").write_text("".join(lines))
+
+    return change
+
+
+def cut_with_invented_start(folder: Path) -> None:
+    """As if a process had resumed from step 6 and were killed before the ledger had its start."""
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        lines = [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+        lines = [line for line in lines if line["step"] <= 6]
+        if name == "metrics.jsonl":
+            lines.append({"kind": "startup", "step": 6, "time": time.time() + 1.0})
+        (folder / name).write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def changed_model(folder: Path) -> None:
+    (folder / "hf").mkdir()
+    (folder / "hf/model.safetensors").write_bytes(b"weights")
+    sum_files(folder / "hf")
+    (folder / "hf/model.safetensors").write_bytes(b"Weights")
+
+
 def fifo(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -234,6 +263,44 @@ FILES: dict[str, tuple[Change, str]] = {
     "a summary of fewer steps": (
         raw("summary.json", lambda _: b'{"steps": 3}'),
         "summary.json: 3 steps, the ledger has 8",
+    ),
+    "a summary of another score": (
+        raw("summary.json", lambda _: b'{"steps": 8, "final_eval": 1.0}'),
+        "summary.json: final_eval is 1.0, None in metrics.jsonl",
+    ),
+    "a summary of another seed": (raw("summary.json", lambda _: b'{"steps": 8, "seed": 7}'), "the seed is 7, 0 in"),
+    "a summary that is a FIFO": (fifo("summary.json"), "summary.json: expected a file"),
+    "an evaluation of a step that was never made": (
+        evaluations({"0": [1.0]}, step=99),
+        "evaluations.jsonl, line 1: an evaluation of step 99, which the ledger has not trained",
+    ),
+    "an evaluation twice": (evaluations({"0": [1.0]}, {"0": [1.0]}), "line 2: an evaluation that is there twice"),
+    "an evaluation with text": (evaluations({"0": ["x"]}), "line 1: expected a valid rewards"),
+    "steps that no restart has moved": (
+        cut_with_invented_start,
+        "metrics.jsonl: step 7 is missing, and no restart has moved it aside",
+    ),
+    "an invented superseded step": (
+        lambda folder: (folder / "rollouts.superseded.jsonl").write_text('{"kind":"rl","step":3}\n'),
+        "rollouts.superseded.jsonl has step 3, to before which the run never returned",
+    ),
+    "a superseded file that is none": (
+        lambda folder: os.mkfifo(folder / "rollouts.superseded.jsonl"),
+        "rollouts.superseded.jsonl: expected a file",
+    ),
+    "no start in the metrics": (
+        metrics(lambda m: without(m, *every(m, kind="startup"))),
+        "metrics.jsonl has no line of a start, the ledger has 1",
+    ),
+    "an exported model without weights": (lambda folder: (folder / "hf").mkdir(), "hf: it has no weights"),
+    "a changed exported model": (changed_model, "hf: model.safetensors: expected the checksum"),
+    "a planted call in the newest checkpoint": (
+        raw("checkpoint/step-8/.metadata", lambda _: b"cos\nsystem\n(S'true'\ntR."),
+        "checkpoint/step-8: .metadata cannot be read: it would call os.system",
+    ),
+    "a .lock that is a folder, and a lost line": (
+        lambda folder: ((folder / ".lock").mkdir(), (folder / "metrics.jsonl").write_bytes(b"")),
+        "metrics.jsonl: step 1 is missing",
     ),
     "a summary that is none": (raw("summary.json", lambda _: b"[]"), "summary.json: TypeError"),
     **{f"{name}: a FIFO": (fifo(name), f"{name}: ") for name in (NAME, "metrics.jsonl", "rollouts.jsonl")},

@@ -210,13 +210,14 @@ def test_lines_of_an_unknown_kind_stay_with_the_steps_around_them(tmp_path: Path
     assert summarize(tmp_path, "tiny", Config())["steps"] == 3
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
-def test_a_damaged_line_moves_aside_alone(tmp_path: Path, name: str) -> None:
+def test_a_damaged_line_moves_aside_alone(tmp_path: Path, name: str, joined: bool) -> None:
     with RunLog(tmp_path, "tiny", Config()) as log:
         train(log, 1, 4)
     path, said = tmp_path / name, list[str]()
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[1] = b"\x02" + lines[1][1:]
+    lines[1] = lines[1][:-1] + lines[1] if joined else b"\x02" + lines[1][1:]
     path.write_bytes(b"".join(lines))
     RunLog(tmp_path, "tiny", Config(), resume_step=4, warn=said.append).close()
     assert path.read_bytes().splitlines(keepends=True) == [lines[0], *lines[2:]]

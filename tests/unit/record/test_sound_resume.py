@@ -1,5 +1,6 @@
 """Where a run resumes if checkpoints are damaged, and its messages."""
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def saved(folder: Path, *steps: int) -> Path:
         for name in ("__0_0.distcp", ".metadata"):
             with (path / name).open("wb") as file:
                 summed = SummedFile(file)
-                summed.write(f"{folder.name} {step} {name}".encode())
+                summed.write(pickle.dumps(f"{folder.name} {step} {name}"))
             sums[name] = summed.sum
         write_sums(path, sums)
     return folder
@@ -71,7 +72,7 @@ def test_a_dry_run_sees_what_sizes_tell_and_renames_nothing(tmp_path: Path) -> N
     resume, notes = sound_resume(tmp_path, Config(), dry=True)
     assert resume == Resume(2, None)
     assert len(notes) == 1
-    assert "step-4: .metadata: expected 22 bytes, found 0" in notes[0]
+    assert "step-4: .metadata: expected 37 bytes, found 0" in notes[0]
     assert names(checkpoints) == ["step-2", "step-4"]
 
 
@@ -125,7 +126,8 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(tmp_path: Pat
     assert notes == ["the checkpoint of step 2 has no checksums: its bytes cannot be checked"]
 
 
-def test_a_name_that_only_resembles_a_step_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["step-6.bad", "step-06", "step--6", "step-\u0666", "step-6 (copy)", f"step-{10**19}"])
+def test_a_name_that_only_resembles_a_step_is_none(tmp_path: Path, name: str) -> None:
     checkpoints = saved(tmp_path / "checkpoint", 4, 6)
-    (checkpoints / "step-6").rename(checkpoints / "step-6.bad")
+    (checkpoints / "step-6").rename(checkpoints / name)
     assert sound_resume(tmp_path, Config()) == (Resume(4, None), [])

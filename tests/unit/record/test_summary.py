@@ -112,3 +112,14 @@ def test_the_number_of_bad_rows_is_in_the_summary_and_in_the_ledger(tmp_path: Pa
     (begun,) = events(tmp_path)
     assert begun["bad_rows"] == 3
     assert History.of(tmp_path).problems == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("time", "now"), ("time", None), ("time/train", "long"), ("step", "8"), ("step", -1), ("tokens/trained", [1])],
+)
+def test_a_line_with_impossible_values_is_left_out(tmp_path: Path, key: str, value: object) -> None:
+    line = {"kind": "rl", "step": 1, "time": time.time(), **METRICS}
+    lines = [{"kind": "startup", "step": 0, "time": time.time()}, line, line | {"step": 2, key: value}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize(tmp_path, "tiny", Config())["steps"] == 1

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from titan_rl.config.sections import (
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.learner import Learner
+from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Batch, Sample
@@ -264,3 +267,28 @@ async def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
         assert await learns.save(step, "{}")
     assert on_disk(tmp_path / "checkpoint/cold_start") == [3, 4]
     assert Resume.find(tmp_path, config) == Resume(None, 4)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (shutil.rmtree, "it is missing"),
+        (
+            lambda start: (start / "model.safetensors").write_bytes(b"Weights"),
+            "model.safetensors: expected the checksum",
+        ),
+        (lambda start: (start / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+)
+async def test_a_changed_reference_is_not_trained_against(
+    tmp_path: Path, harm: Callable[[Path], object], why: str
+) -> None:
+    config = on_device(Config(algorithm=AlgorithmSection(kl_coef=0.01)), "cpu")
+    learns, _ = learner_of(tmp_path, config, Mesh(tmp_path / "checkpoint"))
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "model.safetensors").write_bytes(b"weights")
+    sum_files(start)
+    harm(start)
+    with pytest.raises(RunError, match=f"{start} cannot be used: {why}"):
+        await learns.begin(3)

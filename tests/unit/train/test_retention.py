@@ -3,6 +3,7 @@ real small files, written in the order in which actors/titan/summed_writer.py wr
 
 import asyncio
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -96,7 +97,7 @@ class Ranks:
         os.makedirs(folder, exist_ok=True)
         with suppress(FileNotFoundError):
             os.unlink(folder / ".metadata")
-        for name, text in (("__0_0.distcp", content(folder)), (".metadata.tmp", b"names")):
+        for name, text in (("__0_0.distcp", content(folder)), (".metadata.tmp", pickle.dumps("names"))):
             with (folder / name).open("wb") as file:
                 summed = SummedFile(file)
                 for half in (text[: len(text) // 2], text[len(text) // 2 :]):

@@ -1,11 +1,14 @@
 """What is noticed about a checkpoint's files, by their sizes and by their bytes."""
 
-from collections.abc import Callable
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, write_sums
+from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, export_damage, sum_files, write_sums
 
 
 def flip(path: Path) -> None:
@@ -16,15 +19,20 @@ def flip(path: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
+    weights = [b"weights of ", bytearray(b"__n_0.distcp"), memoryview(b"123456").cast("H")]
+    write(tmp_path, {"__0_0.distcp": weights, "__1_0.distcp": weights, ".metadata": [pickle.dumps("names of weights")]})
+    return tmp_path
+
+
+def write(folder: Path, files: Mapping[str, Sequence[Any]], written_as: str = "") -> None:
     sums = {}
-    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
-        with (tmp_path / name).open("wb") as file:
+    for name, parts in files.items():
+        with (folder / name).open("wb") as file:
             summed = SummedFile(file)
-            for part in (b"weights of ", bytearray(name.encode()), memoryview(b"123456").cast("H")):
+            for part in parts:
                 summed.write(part)
         sums[name] = summed.sum
-    write_sums(tmp_path, sums)
-    return tmp_path
+    write_sums(folder, sums, written_as)
 
 
 def test_what_was_written_is_what_is_read(checkpoint: Path) -> None:
@@ -35,11 +43,21 @@ def test_what_was_written_is_what_is_read(checkpoint: Path) -> None:
     ("name", "harm", "found"),
     [
         ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
-        (".metadata", lambda path: path.write_bytes(b""), ".metadata: expected 26 bytes, found 0"),
+        (".metadata", lambda path: path.write_bytes(b""), ".metadata: expected 31 bytes, found 0"),
         ("__1_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), "expected 29 bytes, found 28"),
         (SUMS, lambda path: path.write_text('{"files": '), f"{SUMS} cannot be read: JSONDecodeError"),
         (SUMS, lambda path: path.write_text("[]"), f"{SUMS} cannot be read: TypeError"),
         (SUMS, lambda path: path.write_text('{"files": [1]}'), f"{SUMS} cannot be read: "),
+        (SUMS, lambda path: path.write_text("[" * 100_000), f"{SUMS} cannot be read: RecursionError"),
+        (SUMS, lambda path: path.write_text('{"algorithm": "md5", "files": {}}'), "expected sums of the kind xxh3_128"),
+        (
+            SUMS,
+            lambda path: path.write_text('{"algorithm": "xxh3_128", "files": {}}'),
+            f"{SUMS} has no sum of .metadata",
+        ),
+        (SUMS, lambda path: (path.unlink(), os.mkfifo(path)), f"{SUMS} is no file"),
+        (".metadata", lambda path: (path.unlink(), os.mkfifo(path)), ".metadata is missing"),
+        ("__2_0.distcp", lambda path: path.write_bytes(b"of another rank"), f"{SUMS} has no sum of __2_0.distcp"),
     ],
 )
 def test_a_harmed_file_is_named_without_reading_any_bytes(
@@ -63,3 +81,64 @@ def test_a_checkpoint_of_an_earlier_version_has_nothing_to_compare(checkpoint: P
     assert damage(checkpoint, read=True) == ""
     (checkpoint / ".metadata").write_bytes(b"")
     assert damage(checkpoint) == ".metadata is empty"
+
+
+class Called:
+    """What an attacker pickles."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (pickle.dumps(Called(os.system, "touch planted")), "it would call posix.system"),
+        (pickle.dumps({"a": [Called(eval, "1")]}, protocol=0), "it would call __builtin__.eval"),
+        (pickle.dumps(Called(pickle.loads, b"")), "it would call _pickle.loads"),
+        (b"cos\nsystem\n(S'touch planted'\ntR.", "it would call os.system"),
+        (b"ctorch\nload\n(S'planted'\ntR.", "it would call torch.load"),
+        (b"whole", "invalid load key"),
+        (b"", "Ran out of input"),
+    ],
+)
+def test_a_metadata_that_would_call_something_is_refused_by_name(
+    tmp_path: Path, content: bytes, found: str, with_sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"__0_0.distcp": [b"weights"], ".metadata": [content]})
+    if not with_sums:
+        (tmp_path / SUMS).unlink()
+    assert f".metadata cannot be read: {found}" in damage(tmp_path, read=True) or not content
+    assert damage(tmp_path, read=True)
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "step-8"
+    folder.mkdir()
+    write(folder, {"__0_0.distcp": [b"weights"], ".metadata": [pickle.dumps("names")]}, "step-8")
+    assert damage(folder) == ""
+    folder.rename(moved := tmp_path / "step-10")
+    assert damage(moved) == "it was written as step-8"
+
+
+def test_an_exported_model_is_compared_with_its_sums(tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    for name in ("config.json", "model-00001-of-00001.safetensors", "templates/tool.jinja"):
+        (tmp_path / name).write_text(name)
+    assert export_damage(tmp_path, read=True) == "", "of an earlier version"
+    sum_files(tmp_path)
+    assert export_damage(tmp_path, read=True) == ""
+    flip(tmp_path / "model-00001-of-00001.safetensors")
+    assert export_damage(tmp_path) == ""
+    assert "expected the checksum" in export_damage(tmp_path, read=True)
+    (tmp_path / "config.json").unlink()
+    assert export_damage(tmp_path) == "config.json is missing"
+    (tmp_path / SUMS).unlink()
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert export_damage(tmp_path) == "it has no weights"

@@ -48,8 +48,9 @@ def check_folders(config: Config) -> Iterator[str]:
         yield from _check_inputs(config, folder.resolve())
         if wrong := next((path for path in (folder / name for name in OWN_FOLDERS) if _is_file(path)), None):
             yield f"job.dump_folder: expected a folder at {wrong}, found a file"
-        if wrong := next((path for path in (folder / name for name in OWN_FILES) if path.is_dir()), None):
-            yield f"job.dump_folder: expected a file at {wrong}, found a folder"
+        if wrong := next((path for path in own_files(folder) if os.path.lexists(path) and not path.is_file()), None):
+            found = "a folder" if wrong.is_dir() else "something else: remove it"
+            yield f"job.dump_folder: expected a file at {wrong}, found {found}"
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links
         yield f"job.dump_folder: expected the name of a folder, found {as_toml(name[:80])} ({error})"
 
@@ -80,6 +81,12 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     named += [(f"task.sources.{name}.path", table.get("path")) for name, table in config.task.sources.items()]
     named += [(f"eval.sets.{name}.path", table.get("path")) for name, table in config.eval.sets.items()]
     yield from ((key, path) for key, path in named if isinstance(path, str) and path and os.path.exists(path))
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Return the files that a run opens. To open a FIFO waits for ever, and a device may have no end."""
+    names = [*OWN_FILES, *(f"{name.removesuffix('.jsonl')}.superseded.jsonl" for name in OWN_FILES if ".jsonl" in name)]
+    return [folder / name for name in names]
 
 
 def _is_file(path: Path) -> bool:
