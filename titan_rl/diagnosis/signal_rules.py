@@ -9,7 +9,7 @@ CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
 before they end teaches to be short rather than right."""
 CUT_STEPS = 10  # of a run with signal, before cut answers count as a problem
-ALL_CUT = 0.9  # nearly no answer ends
+ALL_CUT = 0.85  # hardly an answer ends
 NOISE_ENTROPY = 0.5  # of ln(vocabulary): a language model that follows its prompt stays far below
 NOISE_NATS = 3.0  # the same where the config does not know the vocabulary
 HOT = 1.2  # temperature above which it is a suspect: common recipes use 0.6 to 1.2

@@ -141,6 +141,20 @@ def test_an_entropy_that_falls_to_nothing_without_a_gain_is_a_collapse() -> None
     assert "algorithm.entropy_coef" in [change.key for change in diagnosis.problems[0].changes]
 
 
+def test_a_held_out_score_that_falls_under_a_noisy_reward_is_a_collapse() -> None:
+    """As a small run at 40 times its rate: answers get longer and are cut off, and the reward is hardly lower."""
+    cfg = config("grpo_smollm2", optimizer__lr=4e-4)
+
+    def change(step: int, line: Line) -> Line:
+        return {"completions/clipped_ratio": min(0.9, 0.45 * (step - 1)), "reward/std": 0.4}
+
+    scores = lambda share: 0.6 - 0.5 * (share > 0)  # noqa: E731
+    lines = metrics(8, cfg, reward=ramp(0.35, 0.15), score=scores, change=change)
+    diagnosis = found(lines, cfg)
+    assert first(diagnosis) == ("collapse", "optimizer.lr")
+    assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects] or not diagnosis.problems[1:]
+
+
 def test_a_reward_that_declines_over_many_steps_is_a_collapse() -> None:
     lines = metrics(100, GRPO, reward=lambda share: 0.8 - 0.7 * abs(share - 0.4), entropy=ramp(0.3, 0.9))
     assert first(found(lines, GRPO)) == ("collapse", "optimizer.lr")
@@ -348,6 +362,7 @@ def fitted(steps: int, loss: Callable[[float], float], scores: Callable[[float],
     [
         (fitted(60, ramp(2.0, 0.4), ramp(0.1, 0.9)), ""),
         (fitted(60, lambda s: 0.5 if s < 0.4 else 2.5), "collapse"),
+        (fitted(60, lambda s: 3.0 + 15 * s * (s < 0.3)), "collapse"),
         (fitted(60, ramp(0.693, 0.692)), "rate_too_small"),
         (fitted(60, ramp(1.0, 0.1), lambda s: 0.8 - 0.6 * max(0, s - 0.3)), "overfit"),
     ],
