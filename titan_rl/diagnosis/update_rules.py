@@ -9,15 +9,15 @@ from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, Hist
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
 ENTROPY_JUMP, ENTROPY_FACTOR = 0.5, 2.0  # nats and factor: learning moves the entropy by less within three steps
-ENTROPY_FALL = 0.2  # of the entropy before
+ENTROPY_FALL = 0.2  # times the entropy before
 GRADIENT_JUMP = 3.0  # times the usual norm
 PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
 STILL_STEPS = 30  # steps from which on a score can be called flat
 STILL_ENTROPY = 0.08  # relative change of the entropy below which the policy has hardly moved: 30 steps resolve that
 STILL_STD = 0.25  # standard deviations of a reward: with a gain that may be larger, a score is not flat yet
-LOSS_SPIKE = 2.0  # of the first loss, which is the highest of a healthy run
+LOSS_SPIKE = 2.0  # times the first loss, which is the highest in a healthy run
 LEAST_RATE = 1e-6  # the lowest that recipes of RL for language models use
-LOSS_FACTOR = 1.3  # of a supervised loss: noise of batches is below it once SIGMAS are exceeded too
+LOSS_FACTOR = 1.3  # growth of a supervised loss that no batch explains once SIGMAS are exceeded too
 
 
 def not_finite(run: History) -> Finding | None:
@@ -56,7 +56,7 @@ def collapse(run: History) -> Finding | None:
     at = run["lr"].between(0, step - 1)
     rate = at[-1] if at else run.config.optimizer.lr
     peak = run.config.optimizer.lr
-    warming = f", {rate:g} in the step before it" if rate < 0.9 * peak else ""
+    warming = f", {rate:.3g} in the step before it" if rate < 0.9 * peak else ""
     before, after = _around(run, "entropy", step)
     falls = after < before
     changes = (_rate(run, rate / 10),)
@@ -304,8 +304,8 @@ def flat(run: History) -> Finding | None:
     gain, noise = run.reward_gain
     return Finding(
         "flat",
-        f"the reward changed by {gain:+.3f} over {len(run.reward)} steps, within noise (a gain above "
-        f"{number(GAIN_SIGMAS * noise)} would show)",
+        f"the reward did not rise in {len(run.reward)} steps: it changed by {gain:+.3f}, and a gain above "
+        f"{number(GAIN_SIGMAS * noise)} would show",
         run.last,  # a whole run has no first step of it, and any cause comes before it
         run.last,
         (_rate(run, 3 * max(run["lr"].values, default=run.config.optimizer.lr)),

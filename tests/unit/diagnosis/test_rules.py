@@ -22,7 +22,7 @@ def found(lines: list[Line], cfg: Config, answers: AnswerFacts | None = None) ->
 
 
 def first(diagnosis: Diagnosis) -> tuple[str, str]:
-    """Return the rule of the first problem, and the key that it says to change."""
+    """Return the rule of the first problem, and the key that it would change."""
     finding = diagnosis.problems[0]
     return finding.rule, finding.changes[0].key
 
@@ -371,7 +371,7 @@ def test_the_rules_that_apply_to_given_data(lines: list[Line], rule: str) -> Non
     assert [finding.rule for finding in found(lines, config("sft_llama")).problems] == [rule] * bool(rule)
 
 
-# -- what is not known ------------------------------------------------------------------------------------------------
+# -- too few numbers ---------------------------------------------------------------------------------------------------
 
 
 def test_too_few_steps_are_said_with_numbers() -> None:
