@@ -30,7 +30,7 @@ from titan_rl.wire.program import DONE, USAGE, enter
 
 SHOWN = 5  # causes
 MOST_CHARACTERS = 2000  # in one entry
-MOST_BYTES = 2**29  # rollouts that are read, in about 10 s: the last steps of a larger file
+MOST_BYTES = 2**28  # rollouts that are read, in about 15 s: the last steps of a larger file
 
 
 def main(argv: Sequence[str]) -> int:
