@@ -29,8 +29,8 @@ from titan_rl.record.terminal import visible
 from titan_rl.wire.program import DONE, USAGE, enter
 
 SHOWN = 5  # causes
-MOST_CHARACTERS = 2000  # of one entry
-MOST_BYTES = 2**29  # of rollouts that are read: about 10 s. Of a larger file, the last steps
+MOST_CHARACTERS = 2000  # in one entry
+MOST_BYTES = 2**28  # rollouts that are read, in about 15 s: the last steps of a larger file
 
 
 def main(argv: Sequence[str]) -> int:

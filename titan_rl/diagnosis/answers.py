@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     text: str
     reward: float | None
     truncated: bool
-    logprobs: Sequence[float]  # of the sampled tokens
+    logprobs: Sequence[float]  # one per sampled token
     status: str = "completed"
     error: str = ""
     parts: Mapping[str, float] = {}
@@ -68,7 +68,7 @@ class Visits:
     """The groups of one prompt."""
 
     count: int = 0
-    solved: int = 0  # of them, groups in which every answer had the best reward
+    solved: int = 0  # groups in which every answer had the best reward
     failed: int = 0  # groups in which none had more than the worst
 
 
@@ -92,7 +92,7 @@ class AnswerFacts:
     groups: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # rewards of the last step's groups
     group_prompts: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)  # by place: first, last, inside
-    unlikely: Counter[str] = field(default_factory=Counter)  # of these, less likely than UNLIKELY
+    unlikely: Counter[str] = field(default_factory=Counter)  # the same, for tokens less likely than UNLIKELY
     best: float = -math.inf
     worst: float = math.inf
 

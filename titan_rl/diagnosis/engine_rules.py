@@ -83,7 +83,7 @@ def _places(facts: AnswerFacts | None) -> str:
 
 
 def stale(run: History) -> Finding | None:
-    """Samples so old, or so many updates per step, that clip and correction throw much of the step away."""
+    """Samples that are too old, or too many updates per step: clip and correction throw much of the step away."""
     ess = run["off_policy/ess"].recent()
     clipped = run["clip_ratio/low"].recent() + run["clip_ratio/high"].recent()
     age = run["policy_age/mean"].recent()

@@ -47,7 +47,7 @@ class Finding:
     changes: tuple[Change, ...] = ()  # the first suspect first
     advice: str = ""
     samples: tuple[str, ...] = ()  # names, to read
-    prompt: int | None = None  # of the first of these samples
+    prompt: int | None = None  # id of the first sample's prompt
     problem: bool = True  # False: worth knowing, and no reason why a run does not learn
     level: int = 0  # how bad it is; a warning is repeated only at a higher level
     explains: frozenset[str] = frozenset()  # rules whose findings follow from this one

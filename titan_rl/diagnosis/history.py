@@ -11,8 +11,8 @@ from titan_rl.diagnosis.answers import AnswerFacts
 
 RECENT = 5  # steps whose mean is "now": one step is noise, and ten hide a fresh change
 BEFORE = 8  # steps whose mean a change is compared with
-SIGMAS = 4.0  # of a change: a rule looks at a hundred places of a run, and 3 sigmas would be found in a healthy one
-GAIN_SIGMAS = 2.0  # of a gain between two periods, of which there is one per run
+SIGMAS = 4.0  # a change: a rule looks at a hundred places of a run, and a healthy one has 3 sigmas somewhere
+GAIN_SIGMAS = 2.0  # a gain between the first and the last third, of which a run has one
 OUTLIERS = 0.1  # share of later steps that may be exceptions to "since step N"
 
 
@@ -85,7 +85,7 @@ class Score:
 
 
 class History:
-    """A run as the rules see it. Lines are those of metrics.jsonl; older versions lack keys, and null stands for a
+    """A run as the rules see it. Lines are from metrics.jsonl; older versions lack keys, and null stands for a
     number that is not finite."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]], config: Config, answers: AnswerFacts | None = None) -> None:

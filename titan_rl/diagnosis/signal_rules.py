@@ -8,14 +8,13 @@ from titan_rl.diagnosis.history import RECENT, SIGMAS, History
 CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
 before they end teaches to be short rather than right."""
-CUT_STEPS = 10  # of a run with signal, before cut answers count as a problem
-ALL_CUT = 0.9  # nearly no answer ends
-NOISE_ENTROPY = 0.5  # of ln(vocabulary): a language model that follows its prompt stays far below
+CUT_STEPS = 10  # a run with signal may be cut off for this long: pretrained models get brief
+ALL_CUT = 0.85  # hardly an answer ends
+NOISE_ENTROPY = 0.5  # times ln(vocabulary): a language model that follows its prompt stays far below
 NOISE_NATS = 3.0  # the same where the config does not know the vocabulary
 HOT = 1.2  # temperature above which it is a suspect: common recipes use 0.6 to 1.2
-GREEDY_GAP = (
-    0.2  # of the greedy score over the sampled reward: temperature 1 costs less in a policy that can be trained
-)
+GREEDY_GAP = 0.2
+"""Lead of the greedy score over the sampled reward: temperature 1 costs less in a policy that can be trained."""
 SAME = 1e-9  # difference of rewards that are the same
 DEAD = 0.95  # share of groups without signal: less than one group in twenty teaches
 SPARSE = 0.8  # the same, above which most of the sampling is wasted: half is usual

@@ -9,14 +9,15 @@ from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, Hist
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
 ENTROPY_JUMP, ENTROPY_FACTOR = 0.5, 2.0  # nats and factor: learning moves the entropy by less within three steps
-ENTROPY_FALL = 0.2  # of the entropy before
+ENTROPY_FALL = 0.2  # times the entropy before
 GRADIENT_JUMP = 3.0  # times the usual norm
 PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
 STILL_STEPS = 30  # steps from which on a score can be called flat
 STILL_ENTROPY = 0.08  # relative change of the entropy below which the policy has hardly moved: 30 steps resolve that
 STILL_STD = 0.25  # standard deviations of a reward: with a gain that may be larger, a score is not flat yet
+LOSS_SPIKE = 2.0  # times the first loss, which is the highest in a healthy run
 LEAST_RATE = 1e-6  # the lowest that recipes of RL for language models use
-LOSS_FACTOR = 1.3  # of a supervised loss: noise of batches is below it once SIGMAS are exceeded too
+LOSS_FACTOR = 1.3  # growth of a supervised loss that no batch explains once SIGMAS are exceeded too
 
 
 def not_finite(run: History) -> Finding | None:
@@ -49,24 +50,24 @@ def collapse(run: History) -> Finding | None:
         return _loss_rises(run)
     jump = _jump(run)
     if jump is None:
-        return _declines(run)
+        return _declines(run) or _score_falls(run)
     step, entropy = jump.step, run["entropy"]
     moves = _moves(run, step)
     at = run["lr"].between(0, step - 1)
     rate = at[-1] if at else run.config.optimizer.lr
     peak = run.config.optimizer.lr
-    warming = f", {rate:g} in the step before it" if rate < 0.9 * peak else ""
+    warming = f", {rate:.3g} in the step before it" if rate < 0.9 * peak else ""
     before, after = _around(run, "entropy", step)
     falls = after < before
     changes = (_rate(run, rate / 10),)
     advice = f"The {'fall' if falls else 'jump'} follows the updates at that rate at once, so the rate is the first "
     advice += f"suspect{warming}. Start over: these weights do not recover."
     if falls and len(entropy) and not _gradient_jumps(run, step):
-        changes += (Change.of(run.config, "algorithm.entropy_coef", 0.001),)
+        changes += (_entropy_bonus(run),)
     if run.config.algorithm.updates > 1:
         changes += (Change.of(run.config, "algorithm.minibatches", 1),)
     if not run.config.algorithm.kl_coef:
-        changes += (Change.of(run.config, "algorithm.kl_coef", 0.001),)
+        changes += (_anchor(run),)
     return Finding(
         "collapse",
         f"step {step}: {', '.join(moves)}",
@@ -146,9 +147,9 @@ def _declines(run: History) -> Finding | None:
     falls = now < before
     changes = [_rate(run, run.config.optimizer.lr / 3)]
     if falls and now < 0.5 * before:
-        changes.append(Change.of(run.config, "algorithm.entropy_coef", 0.001))
+        changes.append(_entropy_bonus(run))
     if not run.config.algorithm.kl_coef:
-        changes.append(Change.of(run.config, "algorithm.kl_coef", 0.001))
+        changes.append(_anchor(run))
     return Finding(
         "collapse",
         f"the reward fell from {number(means[top])} around step {step - 1} to {number(means[-1])} in the last {RECENT} "
@@ -161,16 +162,49 @@ def _declines(run: History) -> Finding | None:
     )
 
 
+def _score_falls(run: History) -> Finding | None:
+    """A held-out score that fell far, where the training reward is too noisy to show it."""
+    if len(run.scores) < 2 or run.reward_gain[0] > GAIN_SIGMAS * run.reward_gain[1]:
+        return None
+    best, now = max(run.scores[:-1], key=lambda score: score.value), run.scores[-1]
+    if best.value - now.value < SIGMAS * math.hypot(best.error, now.error):
+        return None
+    rate = (run["lr"].between(best.step + 1, best.step + 1) or [run.config.optimizer.lr])[0]
+    (before, after), entropy = run.reward.thirds(), run["entropy"].thirds()
+    return Finding(
+        "collapse",
+        f"the held-out score fell from {number(best.value)} at step {best.step} to {number(now.value)} at step "
+        f"{now.step}, {moved('reward', before, after)}, {moved('entropy', *entropy)}",
+        best.step + 2,  # the first step that an update after `best` sampled
+        now.step,
+        (_rate(run, rate / 10), *(() if run.config.algorithm.kl_coef else (_anchor(run),))),
+        "The updates took away what the policy had: the rate is the first suspect.",
+        explains=frozenset(("truncation", "no_signal", "too_hard", "flat", "prompts", "rate_too_small")),
+    )
+
+
+def _entropy_bonus(run: History) -> Change:
+    return Change.of(run.config, "algorithm.entropy_coef", max(0.001, 3 * run.config.algorithm.entropy_coef))
+
+
+def _anchor(run: History) -> Change:
+    return Change.of(run.config, "algorithm.kl_coef", 0.001)
+
+
 def _loss_rises(run: History) -> Finding | None:
     """A supervised loss or a preference loss that rose for good."""
     loss = run["loss"]
     noise = loss.scatter() if len(loss) > 3 else math.inf
     rises = [j for j in jumps(loss, max(noise, 1e-9)) if j.after > LOSS_FACTOR * j.before > 0]
-    if not rises:
+    step, before, after = (rises[0].step, rises[0].before, rises[0].after) if rises else (0, 0.0, 0.0)
+    if not rises and len(loss) > RECENT:
+        first, peak = loss.values[0], max(loss.values)
+        if peak > LOSS_SPIKE * first > 0 and loss.recent() > first / 2:  # it has come back, and not far
+            step, before, after = loss.steps[loss.values.index(peak)], first, peak
+    if not step:
         return None
-    step = rises[0].step
     rate = (run["lr"].between(0, step - 1) or [run.config.optimizer.lr])[-1]
-    moves = [moved("loss", rises[0].before, rises[0].after)]
+    moves = [moved("loss", before, after)]
     if _gradient_jumps(run, step):
         moves.append(moved("grad_norm", *_around(run, "grad_norm", step)))
     return Finding(
@@ -270,8 +304,8 @@ def flat(run: History) -> Finding | None:
     gain, noise = run.reward_gain
     return Finding(
         "flat",
-        f"the reward changed by {gain:+.3f} over {len(run.reward)} steps, within noise (a gain above "
-        f"{number(GAIN_SIGMAS * noise)} would show)",
+        f"the reward did not rise in {len(run.reward)} steps: it changed by {gain:+.3f}, and a gain above "
+        f"{number(GAIN_SIGMAS * noise)} would show",
         run.last,  # a whole run has no first step of it, and any cause comes before it
         run.last,
         (_rate(run, 3 * max(run["lr"].values, default=run.config.optimizer.lr)),

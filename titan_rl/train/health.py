@@ -35,7 +35,7 @@ class Health:
     def __init__(self, config: Config, warn: Callable[[str], None], cause: Callable[[], str] = str) -> None:
         """`cause` returns why the steps so far taught nothing, or ""."""
         self._warn, self._cause = warn, cause
-        self._folder = config.job.dump_folder
+        self._more = f"`{command(config.job.dump_folder)}` names causes and samples; {PAGE} explains them."
         self._ranks = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._replicas = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
@@ -74,7 +74,7 @@ class Health:
             return Ruined(
                 f"step {step}: {unsound}",
                 f"{self._unsound} steps in a row were like that. No checkpoint was saved after them. The weights are "
-                f"ruined, or the replica computes wrongly. {REMEDY} fault.max_bad_steps sets the limit.",
+                f"ruined, or the replica computes wrongly. {REMEDY} fault.max_bad_steps sets the limit. {self._more}",
             )
         if 0 < self._most_bad <= self._bad:
             return self._bad_steps(step, finite_loss, phase)
@@ -84,7 +84,7 @@ class Health:
                 f"{self._dead} steps in a row had no learning signal: the rewards within every group were equal",
                 f"{cause[0].upper()}{cause[1:]}. The last step's first group: {groups[0].rewards}. A checkpoint was "
                 "saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces such groups. "
-                f"`{command(self._folder)}` names samples; {PAGE} has the causes.",
+                f"{self._more}",
             )
         return None
 
@@ -104,7 +104,7 @@ class Health:
                 phase=phase,
                 prompts=self._bad_prompts,
             )
-        limit = f"{REMEDY} fault.max_bad_steps sets the limit."
+        limit = f"{REMEDY} fault.max_bad_steps sets the limit. {self._more}"
         if finite_loss:
             return RunError(
                 what,

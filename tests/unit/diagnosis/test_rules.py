@@ -22,7 +22,7 @@ def found(lines: list[Line], cfg: Config, answers: AnswerFacts | None = None) ->
 
 
 def first(diagnosis: Diagnosis) -> tuple[str, str]:
-    """Return the rule of the first problem, and the key that it says to change."""
+    """Return the rule of the first problem, and the key that it would change."""
     finding = diagnosis.problems[0]
     return finding.rule, finding.changes[0].key
 
@@ -139,6 +139,20 @@ def test_an_entropy_that_falls_to_nothing_without_a_gain_is_a_collapse() -> None
     diagnosis = found(lines, SMOL)
     assert first(diagnosis) == ("collapse", "optimizer.lr")
     assert "algorithm.entropy_coef" in [change.key for change in diagnosis.problems[0].changes]
+
+
+def test_a_held_out_score_that_falls_under_a_noisy_reward_is_a_collapse() -> None:
+    """As a small run at 40 times its rate: answers get longer and are cut off, and the reward is hardly lower."""
+    cfg = config("grpo_smollm2", optimizer__lr=4e-4)
+
+    def change(step: int, line: Line) -> Line:
+        return {"completions/clipped_ratio": min(0.9, 0.45 * (step - 1)), "reward/std": 0.4}
+
+    scores = lambda share: 0.6 - 0.5 * (share > 0)  # noqa: E731
+    lines = metrics(8, cfg, reward=ramp(0.35, 0.15), score=scores, change=change)
+    diagnosis = found(lines, cfg)
+    assert first(diagnosis) == ("collapse", "optimizer.lr")
+    assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects] or not diagnosis.problems[1:]
 
 
 def test_a_reward_that_declines_over_many_steps_is_a_collapse() -> None:
@@ -348,6 +362,7 @@ def fitted(steps: int, loss: Callable[[float], float], scores: Callable[[float],
     [
         (fitted(60, ramp(2.0, 0.4), ramp(0.1, 0.9)), ""),
         (fitted(60, lambda s: 0.5 if s < 0.4 else 2.5), "collapse"),
+        (fitted(60, lambda s: 3.0 + 15 * s * (s < 0.3)), "collapse"),
         (fitted(60, ramp(0.693, 0.692)), "rate_too_small"),
         (fitted(60, ramp(1.0, 0.1), lambda s: 0.8 - 0.6 * max(0, s - 0.3)), "overfit"),
     ],
@@ -356,7 +371,7 @@ def test_the_rules_that_apply_to_given_data(lines: list[Line], rule: str) -> Non
     assert [finding.rule for finding in found(lines, config("sft_llama")).problems] == [rule] * bool(rule)
 
 
-# -- what is not known ------------------------------------------------------------------------------------------------
+# -- too few numbers ---------------------------------------------------------------------------------------------------
 
 
 def test_too_few_steps_are_said_with_numbers() -> None:

@@ -1,0 +1,57 @@
+"""Real runs that do not learn, each for a planted reason: the run warns, and titan_rl.why names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.running import Runs
+from titan_rl.why import main
+
+SHORT: dict[str, Any] = {  # a cold start of 2 seconds after which some digits are right
+    "cold_start__steps": 60,
+    "cold_start__lr": 3e-3,
+    "rollout__groups_per_step": 16,
+    "rollout__group_size": 8,
+    "algorithm__kl_coef": 0.0,
+    "eval__interval": 100,
+    "parallelism__data_parallel_shard_degree": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule", "key", "warning"),
+    [
+        (
+            {"task__reward": "dense_reward:places", "optimizer__lr": 0.3, "lr_scheduler__warmup_steps": 3},
+            "collapse",
+            "optimizer.lr",
+            "optimizer.lr = 0.3 is the first suspect",
+        ),
+        (
+            {"task__reward": "dense_reward:constant", "task__eval_reward": "dense_reward:places"},
+            "constant_reward",
+            "task.reward",
+            "the reward is 0.500 for all of 384 answers",
+        ),
+    ],
+)
+def test_a_planted_cause_is_a_warning_and_the_first_cause(
+    runs: Runs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    keys: dict[str, Any],
+    rule: str,
+    key: str,
+    warning: str,
+) -> None:
+    run = runs.start(tmp_path / "run", training__steps=5, **SHORT, **keys)
+    out = run.finish()
+    assert run.code == 0, out
+    assert [line for line in out.splitlines() if line.startswith("  warning  step ") and warning in line], out
+    assert f"python -m titan_rl.why {run.folder}" in out
+    assert main([str(run.folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cause"] == rule
+    assert report["findings"][0]["change"][0]["key"] == key
