@@ -107,7 +107,7 @@ def view(
     if facts := comparison.provenance(runs):
         yield from section("versions and machines that differ", by_run(facts, runs, unknown="unknown"))
     for each in comparison.scores(runs):
-        yield from section(f"score of {title(each.name)}", score_view(each))
+        yield from section(f"score of {title(each.name)}", score_view(each, runs))
     yield from section("curves by step", curves_view(runs, console))
     yield from section("time", time_view(runs, score))
     if samples:
@@ -161,7 +161,7 @@ def by_run(found: Mapping[str, Sequence[str | None]], runs: Sequence[RecordedRun
     return table
 
 
-def score_view(each: SetScores) -> RenderableType:
+def score_view(each: SetScores, runs: Sequence[RecordedRun]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     for moment in each.moments:
@@ -172,7 +172,9 @@ def score_view(each: SetScores) -> RenderableType:
     for at, moments in each.differences.items():
         cells = (difference_cell(moments[moment]) for moment in each.moments)
         table.add_row(Text(f"{LETTERS[at]} - {first}", "bold"), *cells)
-    return Group(table, Text(score_note(each), "dim"))
+    without = [LETTERS[at] for at in range(len(runs)) if at not in each.scores]
+    missing = [Text(f"without a score: {', '.join(without)}")] if without else []
+    return Group(table, *missing, Text(score_note(each), "dim"))
 
 
 def score_cell(score: Score) -> Text:
@@ -190,7 +192,7 @@ def difference_cell(difference: Difference | None) -> Text:
     style = "" if not beyond else "green" if difference.value > 0 else "red"
     interval = f"{difference.low:+.3f} to {difference.high:+.3f}"
     verdict = "beyond noise" if beyond else "within noise"
-    return Text.assemble((f"{difference.value:+.3f}", f"bold {style}"), f" {verdict}", (f"\n{interval}", "dim"))
+    return Text.assemble((f"{difference.value:+.3f}", f"bold {style}"), (f"\n{interval}", "dim"), f"\n{verdict}")
 
 
 def score_note(each: SetScores) -> str:
@@ -226,11 +228,8 @@ def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType
         xs, ys = Range.of([x for x, _ in finite]), Range.of([y for _, y in finite])
         for at, curve in enumerate(drawn):
             if values := [y for _, y in curve.finite]:
-                ends = (
-                    f"{number(values[0])} → {number(values[-1])}"
-                    if unicode
-                    else f"{number(values[0])} -> {number(values[-1])}"
-                )
+                arrow = "→" if unicode else "->"
+                ends = f"{number(values[0])} {arrow} {number(values[-1])}"
                 bars = sparkline(curve, xs, ys, width=width - 38, blocks=unicode)
                 lines.add_row(Text(name if at == 0 else "", "bold"), letter(at), bars, Text(ends))
     return Group(*parts, lines) if parts or lines.row_count else Text("none")

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.config.toml import as_toml, schema
-from titan_rl.record.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, Score
+from titan_rl.record.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, Score, number_of
 from titan_rl.record.samples import Sample, Samples
 from titan_rl.record.scores import Difference, independent_difference, paired_difference
 
@@ -29,7 +29,7 @@ CURVES = {
     "grad_norm": "gradient norm",
 }
 PARTS = ("step", "generate", "judge", "train", "sync", "wait")
-FIRST, COMMON, BEST, LAST = "first", "at the last common step", "best", "last"
+FIRST, COMMON, BEST, LAST = "first", "same step", "best", "last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,10 @@ def warnings(runs: Sequence[RecordedRun]) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.unreadable:
             yield f"the settings of {letter} are unknown: {run.unreadable}"
-    if tasks := [key for key in TASK if _differ(runs, key)]:
+    readable = [run for run in runs if not run.unreadable]
+    if tasks := [key for key in TASK if _differ(readable, key)]:
         yield f"these runs have different tasks ({', '.join(tasks)}): their scores are not of the same problems"
-    if rewards := [key for key in REWARDS if _differ(runs, key)]:
+    if rewards := [key for key in REWARDS if _differ(readable, key)]:
         yield f"these runs have different rewards ({', '.join(rewards)}): their scores do not measure the same"
 
 
@@ -173,8 +174,12 @@ def seconds(runs: Sequence[RecordedRun]) -> dict[str, list[float | None]]:
 
 
 def _mean(run: RecordedRun, key: str) -> float | None:
-    values = [line[key] for line in run.steps if line.get(key) is not None]
+    values = [value for _, value in _points(run, key)]
     return fmean(values) if values else None
+
+
+def _points(run: RecordedRun, key: str) -> list[tuple[int, float]]:
+    return [(line["step"], value) for line in run.steps if math.isfinite(value := number_of(line, key))]
 
 
 def curves(runs: Sequence[RecordedRun]) -> dict[str, list[list[tuple[int, float]]]]:
@@ -184,7 +189,7 @@ def curves(runs: Sequence[RecordedRun]) -> dict[str, list[list[tuple[int, float]
         for name in ["held-out"]
     }
     for key, name in CURVES.items():
-        found[name] = [[(line["step"], line[key]) for line in run.steps if line.get(key) is not None] for run in runs]
+        found[name] = [_points(run, key) for run in runs]
     if any(found["reward"]):
         del found["loss"]  # near zero on-policy by construction
     return {name: each for name, each in found.items() if any(value for points in each for _, value in points)}

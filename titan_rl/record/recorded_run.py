@@ -64,12 +64,14 @@ class RecordedRun:
             raise NoRun(f"found no folder {folder}")
         if not (folder / METRICS).is_file():
             raise NoRun(f"found none in {folder}")
-        lines = list(known_lines(folder / METRICS))
+        lines = [line for line in known_lines(folder / METRICS) if _sound(line)]
         if not any(line["kind"] in ("rl", "fit", "eval", "cold_start") for line in lines):
             raise NoRun(f"found no step in {folder / METRICS}")
         settings, unreadable = {}, ""
         try:
             settings = current_names(tomli.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            unreadable = f"it has no {CONFIG}"
         except (OSError, ValueError) as error:
             unreadable = f"{CONFIG}: {error}"
         return cls(folder, settings, unreadable, lines, _summary(folder), in_use(folder))
@@ -94,10 +96,10 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        planned = self.settings.get("training.steps", 0)
+        planned = self.setting("training.steps")
         if self.active:
             return f"running, step {self.last} of {planned}"
-        if self.last >= planned:
+        if not isinstance(planned, int) or self.last >= planned:
             return f"finished, {self.last} {'step' if self.last == 1 else 'steps'}"
         return f"not finished, step {self.last} of {planned}"
 
@@ -170,14 +172,27 @@ def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
 
 
+def _sound(line: Mapping[str, Any]) -> bool:
+    """Return True if a line of metrics.jsonl has the step and the times by which it is placed."""
+    times = ["time", *(["time/startup"] if line["kind"] == "startup" else [])]
+    return isinstance(line.get("step"), int) and all(math.isfinite(number_of(line, key)) for key in times)
+
+
+def number_of(line: Mapping[str, Any], key: str) -> float:
+    """Return a number of a line; NaN if it has none."""
+    value = line.get(key)
+    return value if isinstance(value, float | int) else math.nan
+
+
 def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
     """Yield the scores in a line of metrics.jsonl, by set."""
-    if isinstance(value := line.get(EVAL_SCORE), float | int):
-        yield HELD_OUT, Estimate(value, line.get("eval/low", math.nan), line.get("eval/high", math.nan))
-    for key, value in line.items():
-        if key.startswith("eval/") and "/avg@" in key and key.count("/") == 2 and value is not None:
-            low, high = (line.get(f"{key}/{end}", math.nan) for end in ("low", "high"))
-            yield key.split("/")[1], Estimate(value, low, high)
+    for key in line:
+        held_out = key == EVAL_SCORE
+        if held_out or (key.startswith("eval/") and "/avg@" in key and key.count("/") == 2):
+            head = "eval" if held_out else key
+            found = Estimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
+            if math.isfinite(found.value):
+                yield (HELD_OUT if held_out else key.split("/")[1]), found
 
 
 def _summary(folder: Path) -> dict[str, Any]:
