@@ -15,7 +15,7 @@ from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import SUSPECT, reward_report
 from titan_rl.record.run_history import ROLLOUTS
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 
 SHOWN = 20
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.audit",
+        prog=command_of("audit"),
         description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics "
         "and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "

@@ -27,7 +27,7 @@ from titan_rl.record.recorded_run import NoRun, RecordedRun, Score
 from titan_rl.record.samples import Sample
 from titan_rl.record.scores import FEWEST_CHANGED, Difference
 from titan_rl.record.terminal import brief, duration, open_console, visible
-from titan_rl.wire.program import DONE, USAGE, enter
+from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 PROG = "titan_rl.compare"
 MOST_COLUMNS = 3  # runs with a column each in a table of settings
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("compare"),
         description="Compare runs: the keys that differ, scores and whether they differ by more than noise, curves, "
         "the seconds to a score, and samples of the same prompts. Nothing is changed, and runs may be active.",
         epilog="A difference is from the first run. It is beyond noise if its 95% interval over problems excludes 0; "

@@ -19,6 +19,7 @@ from rich.text import Text
 from titan_rl.control.client import DONE, REFUSED, Endpoint, RequestFailed
 from titan_rl.record.plan_view import labelled
 from titan_rl.record.terminal import duration, open_console, visible
+from titan_rl.wire.program import command_of
 
 COMMANDS = {
     "status": "show the step, the ranks and their states, and the calls that are being waited for",
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.ctl",
+        prog=command_of("ctl"),
         description="Show the state of a run, or control it, while it runs.",
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {doc}" for name, doc in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
