@@ -15,6 +15,7 @@ from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import SUSPECT, reward_report
 from titan_rl.record.run_history import ROLLOUTS
+from titan_rl.wire.counted import counted
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 
 SHOWN = 20
@@ -56,7 +57,7 @@ def audit_ledger(run: Path) -> int:
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:
-        print(f"{len(problems)} problems" + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
+        print(counted(len(problems), "problem") + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
         return FAILED
     print(f"nothing lost, nothing twice, nothing stale: {checked}")
     return DONE

@@ -270,7 +270,7 @@ def samples_view(prompts: Sequence[SamePrompt]) -> RenderableType:
 
 
 def sample_text(sample: Sample) -> Text:
-    reward = "no reward" if sample.reward is None else f"{sample.reward + 0.0:.2f}"
+    reward = "no reward" if sample.reward is None else f"{sample.reward:z.2f}"
     cut = ", cut off" if sample.truncated else ""
     turns = f", {len(sample.turns)} turns" if len(sample.turns) > 1 else ""
     return Text.assemble((f"{reward}{turns}{cut} ", "dim"), visible(sample.text, 300))

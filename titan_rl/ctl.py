@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,6 +151,8 @@ def cell(name: str, value: Any) -> str:
             return "yes" if value else "no"
         case int() | float() if name.endswith("seconds"):
             return duration(value)
+        case int() | float() if name == "time":
+            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
         case float():
             return f"{value:.4g}"
         case str() | int():

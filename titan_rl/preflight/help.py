@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 
-from rich.columns import Columns
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.toml import as_toml, did_you_mean, schema
-from titan_rl.preflight.refusal import refuse
+from titan_rl.preflight.refusal import print_names, refuse
 from titan_rl.wire.program import command_of
 
 PIPED_WIDTH = 500  # columns of keys without a terminal: one line per key, for grep
@@ -76,7 +74,7 @@ SECTIONS = {
 def print_usage(console: Console) -> None:
     """Print how to start a run."""
     print_trimmed(console, USAGE.format(command=command_of("run"), programs=f"{command_of('')} --help"))
-    print_trimmed(console, Padding(Columns(config_file.shipped(), column_first=True, padding=(0, 2)), (0, 0, 0, 2)))
+    print_names(console, config_file.shipped())
 
 
 def print_help(argv: Sequence[str]) -> None:

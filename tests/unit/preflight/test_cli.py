@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_rl.config.toml import find, load, schema
+from titan_rl.config.toml import find, load, schema, shipped
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.help import SECTIONS
 from titan_rl.preflight.load import Invocation
@@ -124,12 +124,12 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    heading, problem = refused(capsys, "--dry-run")
+    heading, problem, *names = refused(capsys, "--dry-run")
     assert heading == "titan_rl: 1 problem in the command line"
-    expected = (
-        "  - --config: expected a TOML file or a shipped config, found none (shipped: calc_agent_llama, calc_llama, "
-    )
-    assert problem.startswith(expected)
+    assert problem == "  - --config: expected a TOML file or a shipped config, found none"
+    assert names[0] == "shipped configs:"
+    assert sorted(" ".join(names[1:]).split()) == shipped()
+    assert max(map(len, names)) <= 80
     assert "did you mean 'grpo_llama'" in refused(capsys, "--config", "grpo_lama")[1]
     assert "found none" in refused(capsys, "--config")[1]
 
@@ -263,3 +263,17 @@ def test_a_reward_that_exits_as_it_is_imported_is_no_success(tmp_path: Path) -> 
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "task.reward: expected 'mine:f' to be imported, found that it ends the process" in ran.stderr
+
+
+def test_a_missing_path_names_the_folder_in_which_it_was_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/my.toml").write_text('[task]\nname = "jsonl"\npath = "train.jsonl"\nreward = "mine:f"\n')
+    *_, last = refused(capsys, "--config", "own/my.toml")
+    where = f"{tmp_path.resolve()}; the config is in {tmp_path.resolve() / 'own'}"
+    assert last == f"paths and modules are relative to the current folder, {where}"
+    monkeypatch.chdir(tmp_path / "own")
+    problems = refused(capsys, "--config", "my.toml")
+    assert problems[-1].startswith("  - ")
+    assert any(f"No module named 'mine' in the current folder ({Path.cwd()})" in problem for problem in problems)
