@@ -24,7 +24,7 @@ COMMANDS = {
     "warm": ("", "engines, kept imported between runs"),
     "chaos": ("--config X", "a run that is harmed on purpose, and its audit"),
 }
-"""What each program takes, and what it is about. RUN is a run's job.dump_folder."""
+"""The arguments of each program, and its purpose. RUN is a run's job.dump_folder."""
 
 USAGE = 2
 

@@ -96,9 +96,7 @@ def print_help(argv: Sequence[str]) -> None:
         table.add_row(Text(f"[{section}]", style="bold cyan"), SECTIONS[section])
     console.file.write("\nsections of the TOML:\n")
     print_trimmed(console, table)
-    console.file.write(
-        f"\n{command_of('run')} --help optimizer lists the keys of a section, --help all those of all.\n"
-    )
+    console.file.write(f"\n{command_of('run')} --help optimizer lists the keys of a section, --help all every key.\n")
 
 
 def asked(argv: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draws curves as text. Curves are told apart by letters on them, and by colour where there is one.
+"""Draws curves as text. Each curve has its letter on it, and a colour where there is one.
 
 A cell of a plot has 2 x 4 braille dots. A terminal that cannot show them gets the letters alone.
 """

@@ -27,7 +27,7 @@ NOT_SETTINGS = ("job.dump_folder", "job.fresh", "job.description")
 """Keys that differ between any two runs, and change no result."""
 ROWS = ("task.name", "task.prompt_key", "task.answer_key")
 DRAWN = ("task.path", "task.sources", "task.datasets", "debug.seed")
-"""Keys that decide the held-out problems, the last ones only where no file of its own holds them."""
+"""Keys that decide the held-out problems, the last ones only if no file is named for them."""
 ABSENT = object()
 
 

@@ -8,7 +8,7 @@ them: the first becomes timeline.1.json, the second timeline.2.json. No file is 
 
 The files are bounded. Spans with an id (prompts, rollouts and their turns) are most of a run's spans: each time that
 they have taken `DETAIL` bytes of a file, half of the ids are left out from then on, whole ids at a time. An event names
-the share that stays and counts what was left out. A large file is followed by another; the oldest but the first are
+the share that stays and counts the other spans. A large file is followed by another; the oldest but the first are
 removed once all have `ALL_FILES` bytes.
 """
 
