@@ -119,7 +119,8 @@ def _set_scores(runs: Sequence[RecordedRun], name: str) -> SetScores:
     having = {at: run.scores[name] for at, run in enumerate(runs) if run.scores.get(name)}
     common = set.intersection(*({score.step for score in each} for each in having.values()))
     moments = [FIRST, COMMON, BEST, LAST]
-    if not common or len({each[-1].step for each in having.values()}) == 1:
+    ends = {each[-1].step for each in having.values()}
+    if not common or len(ends) == 1 or max(common) == min(each[0].step for each in having.values()):
         moments.remove(COMMON)
     found = {at: {moment: _at(each, moment, common) for moment in moments} for at, each in having.items()}
     first, *others = having

@@ -59,13 +59,16 @@ def test_a_difference_over_the_same_problems_is_paired(tmp_path: Path, capsys: p
     assert moments["last"]["value"] == pytest.approx(0.4)
     assert moments["last"]["paired"]
     assert moments["last"]["beyond_noise"]
-    assert moments["same step"]["value"] == 0  # step 0 is the last one that both evaluated
+    assert "same step" not in moments  # the first step is the last one that both evaluated
     assert found["settings"] == {"training.steps": {"A": "4", "B": "2"}}
     assert found["reached"] == {
         "set": "heldout",
         "score": 0.5,
         "at": {"A": {"step": 0, "seconds": 5.0}, "B": {"step": 0, "seconds": 5.0}},
     }
+    c = folder_of(tmp_path / "c", {0: hard, 2: hard, 4: hard})
+    same = data_of(capsys, b, c)["scores"]["heldout"]["minus_A"]["B"]["same step"]
+    assert same["value"] == pytest.approx(-0.4)  # at step 2
     later = data_of(capsys, a, b, "--score", "0.8")["reached"]["at"]
     assert later == {"A": None, "B": {"step": 2, "seconds": 25.0}}
 
