@@ -7,24 +7,36 @@ import os
 import runpy
 import sys
 
-COMMANDS = {
+TABLE = {
     "run": ("--config X", "train: what no other command is named for"),
     "doctor": ("", "what this machine or its install lacks"),
     "check_env": ("NAME", "an environment, played without a model"),
     "lint": ("--config X", "what the chat template does to messages"),
     "fetch": ("NAME", "a pretrained model, or a GGUF file, as a folder"),
     "ctl": ("RUN status", "a running run: its state; pause, save, stop or scale it"),
+    "look": ("RUN", "samples of a run: best, worst, longest, cut off"),
+    "why": ("RUN", "why a run does not learn"),
+    "view": ("RUN", "runs as one HTML file, or served while they go on"),
     "compare": ("RUN RUN", "runs: settings, scores, curves, speed and samples"),
     "audit": ("RUN", "whether prompts were lost, and whether its files agree"),
     "eval": ("RUN", "scores of a checkpoint"),
     "serve": ("RUN", "a checkpoint behind an OpenAI-compatible endpoint"),
     "export": ("RUN", "a checkpoint as a Hugging Face folder"),
+    "replay": ("RUN --step N", "a trainer's step, made again and compared"),
     "launch": ("--config X", "a run as a job of Slurm or Kubernetes"),
     "worker": ("", "this machine as a host of runs that start elsewhere"),
     "warm": ("", "engines, kept imported between runs"),
     "chaos": ("--config X", "a run that is harmed on purpose, and its audit"),
 }
 """The arguments of each program, and its purpose. RUN is a run's job.dump_folder."""
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COMMANDS = {
+    name: line
+    for name, line in TABLE.items()
+    if os.path.exists(os.path.join(HERE, f"{name}.py")) or os.path.isdir(os.path.join(HERE, name))
+}
+"""The programs that this version has."""
 
 USAGE = 2
 
