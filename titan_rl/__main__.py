@@ -53,6 +53,7 @@ def entry() -> None:
         sys.argv[1:] = words[1:]
         runpy.run_module(f"titan_rl.{words[0]}", run_name="__main__", alter_sys=True)
     elif words in (["--help"], ["-h"], ["help"]):
+        program.outlive_readers()
         print(help_text(program.typed))
     elif words:
         print(f"titan_rl: there is no command {words[0]!r}{hint(words[0], program.typed)}", file=sys.stderr)
