@@ -123,7 +123,7 @@ def section(name: str, *parts: RenderableType) -> Iterator[RenderableType]:
 
 
 def title(name: str) -> str:
-    return "the held-out problems" if name == HELD_OUT else f"the set {name}"
+    return "the held-out problems" if name == HELD_OUT else f"the set {visible(name, 80)}"
 
 
 def letter(at: int) -> Text:
@@ -154,10 +154,12 @@ def by_run(found: Mapping[str, Sequence[str | None]], runs: Sequence[RecordedRun
     for name, values in found.items():
         shown = [unknown if value is None else visible(value, VALUE_WIDTH) for value in values]
         if len(runs) <= MOST_COLUMNS:
-            table.add_row(Text(name), *map(Text, shown))
+            table.add_row(Text(visible(name, 80)), *map(Text, shown))
         else:
             shared = {v: " ".join(LETTERS[at] for at, w in enumerate(shown) if w == v) for v in dict.fromkeys(shown)}
-            table.add_row(Text(name), Text("\n".join(f"{letters}: {value}" for value, letters in shared.items())))
+            table.add_row(
+                Text(visible(name, 80)), Text("\n".join(f"{letters}: {value}" for value, letters in shared.items()))
+            )
     return table
 
 
@@ -226,12 +228,14 @@ def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType
             parts += [heading, *plot(drawn, width=width, height=PLOT_HEIGHT, braille=unicode), Text()]
             continue
         xs, ys = Range.of([x for x, _ in finite]), Range.of([y for _, y in finite])
+        shown = 0
         for at, curve in enumerate(drawn):
             if values := [y for _, y in curve.finite]:
                 arrow = "→" if unicode else "->"
                 ends = f"{number(values[0])} {arrow} {number(values[-1])}"
                 bars = sparkline(curve, xs, ys, width=width - 38, blocks=unicode)
-                lines.add_row(Text(name if at == 0 else "", "bold"), letter(at), bars, Text(ends))
+                lines.add_row(Text("" if shown else name, "bold"), letter(at), bars, Text(ends))
+                shown += 1
     return Group(*parts, lines) if parts or lines.row_count else Text("none")
 
 

@@ -44,7 +44,8 @@ class Range:
         """Return which of `places` equal parts holds a value."""
         if self.high <= self.low:
             return places // 2
-        return min(places - 1, max(0, int((value - self.low) / (self.high - self.low) * places)))
+        share = (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2)  # halves: a difference may overflow
+        return min(places - 1, max(0, int(share * places)))
 
 
 def plot(curves: Sequence[Curve], *, width: int, height: int, braille: bool = True) -> list[Text]:

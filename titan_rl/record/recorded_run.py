@@ -138,7 +138,9 @@ class RecordedRun:
         """Return what decides the problems of a set, to be compared with another run's; None if it is unknown."""
         if not self.settings:
             return None
-        table = (self.setting("eval.sets") or {}).get(name, {})
+        sets = self.setting("eval.sets")
+        table = sets.get(name) if isinstance(sets, dict) else None
+        table = table if isinstance(table, dict) else {}
         path = table.get("path") or self.setting("task.eval_path")
         keys = ROWS if path else (*ROWS, *DRAWN)
         return path, self.setting("eval.size"), table.get("size", 0), [self.setting(key) for key in keys]
@@ -181,7 +183,7 @@ def _sound(line: Mapping[str, Any]) -> bool:
 def number_of(line: Mapping[str, Any], key: str) -> float:
     """Return a number of a line; NaN if it has none."""
     value = line.get(key)
-    return value if isinstance(value, float | int) else math.nan
+    return value if type(value) in (float, int) else math.nan
 
 
 def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:

@@ -128,14 +128,19 @@ def test_a_crashed_run_and_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureF
     a, b = folder_of(tmp_path / "a", {4: [1.0]}), folder_of(tmp_path / "b", {2: [0.0]})
     with (b / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "rl", "step": null, "time": 1}\n{"kind": "rl", "step": 3, "time": "soon"}\nnonsense\n')
-        file.write('{"kind": "rl", "step": 3, "time": 140, "reward/mean": null, "entropy": "low", "eval/low": null')
+        file.write('{"kind": "rl", "step": 98, "time": 150, "reward/mean": 1e308, "entropy": true}\n')
+        file.write('{"kind": "rl", "step": 99, "time": 160, "reward/mean": -1e308, "time/step": "slow"}\n')
+        file.write('{"kind": "rl", "step": 100, "time": 170, "reward/mean": null, "entropy": "low", "eval/low": null')
     (b / "evaluations.jsonl").write_text(
         '{"set": 4}\n[]\n{"kind": "eval", "step": 1, "set": "x", "rewards": {"0": []}}\n'
     )
+    (b / "config.toml").write_text('[eval]\nsets = 3\n[training]\nsteps = "many"\n[task]\n"\\u001b[2J" = 1\n')
+    assert compare.main([str(a), str(b)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
     (b / "config.toml").unlink()
     found = data_of(capsys, a, b)
     assert found["warnings"] == ["the settings of B are unknown: it has no config.toml"]
-    assert found["runs"]["B"]["step"] == 2
+    assert found["runs"]["B"]["step"] == 99
     assert compare.main([str(a), str(b)]) == 0
 
 
