@@ -21,7 +21,7 @@ from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.record import comparison
 from titan_rl.record.comparison import BEST, LETTERS, SamePrompt, SetScores
 from titan_rl.record.lines import strict
-from titan_rl.record.plan_view import labelled
+from titan_rl.record.plan_view import labelled, print_trimmed
 from titan_rl.record.plots import STYLES, Curve, Range, number, plot, sparkline
 from titan_rl.record.recorded_run import NoRun, RecordedRun, Score
 from titan_rl.record.samples import Sample
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return DONE
     console = open_console(sys.stdout)
     for part in view(runs, console, score=options.score, samples=options.samples):
-        show(console, part)
+        print_trimmed(console, part)
     return DONE
 
 
@@ -88,14 +88,6 @@ def read(folders: Sequence[Path]) -> list[RecordedRun]:
         except OSError as error:
             raise NoRun(f"RUN: expected the dump folder of a run, found {error}") from None
     return runs
-
-
-def show(console: Console, part: RenderableType) -> None:
-    """Print without the spaces with which rich fills each line."""
-    with console.capture() as captured:
-        console.print(part)
-    for line in captured.get().splitlines():
-        console.file.write(f"{line.rstrip()}\n")
 
 
 def view(

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.toml import as_toml, did_you_mean, schema
 from titan_rl.preflight.refusal import print_names, refuse
+from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.program import command_of
 
 PIPED_WIDTH = 500  # columns of keys without a terminal: one line per key, for grep
@@ -121,11 +122,3 @@ def key_table(sections: dict[str, dict[str, config_file.Key]]) -> Table:
             value = Text(f"({key.kind}; default {as_toml(key.default)})", style="dim")
             table.add_row(Text(name, style="bold"), Text.assemble(key.doc, " ", value))
     return table
-
-
-def print_trimmed(console: Console, content: RenderableType) -> None:
-    """Print without the spaces with which rich fills each line: a pager would wrap them."""
-    with console.capture() as captured:
-        console.print(content)
-    for line in captured.get().splitlines():
-        console.file.write(f"{line.rstrip()}\n")

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import NO_CONFIG, as_toml, shipped
+from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.counted import counted
 
 RELATIVE = re.compile("found none at|No module named")  # problems that another current folder would solve
@@ -50,11 +51,8 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
 
 
 def print_names(console: Console, names: Sequence[str]) -> None:
-    """Print names in columns, without the spaces with which rich fills each line."""
-    with console.capture() as captured:
-        console.print(Padding(Columns(names, column_first=True, padding=(0, 2)), (0, 0, 0, 2)), soft_wrap=False)
-    for line in captured.get().splitlines():
-        console.file.write(f"{line.rstrip()}\n")
+    """Print names in columns."""
+    print_trimmed(console, Padding(Columns(names, column_first=True, padding=(0, 2)), (0, 0, 0, 2)))
 
 
 def elsewhere(source: str) -> bool:

@@ -43,7 +43,6 @@ class Score:
     seconds: float
     estimate: Estimate  # without an interval (NaN) where the run stored none
     problems: Mapping[str, float]  # mean reward by problem; empty: the run stored none
-    correct_at: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,14 @@ class RecordedRun:
         for line in self.lines:
             if line["kind"] in ("rl", "fit", "eval"):
                 for name, value in _logged_scores(line):
-                    found.setdefault(name, {})[line["step"]] = self._score(line["step"], value, {})
+                    found.setdefault(name, {})[line["step"]] = Score(
+                        line["step"], self.seconds[line["step"]], value, {}
+                    )
         with suppress(OSError):
-            for line in self._evaluations():
-                problems = {p: fmean(reward or 0.0 for reward in each) for p, each in line["rewards"].items()}
-                step = line["step"]
-                if problems and step in self.seconds:  # a step that has its metrics
-                    score = self._score(step, estimate(list(problems.values())), problems, line.get("correct_at", 1.0))
-                    found.setdefault(line["set"], {})[step] = score
+            for name, step, problems in self._evaluations():
+                if step in self.seconds:  # a step that has its metrics
+                    score = Score(step, self.seconds[step], estimate(list(problems.values())), problems)
+                    found.setdefault(name, {})[step] = score
         return {name: [scores[step] for step in sorted(scores)] for name, scores in found.items()}
 
     def problems_of(self, name: str) -> Any:
@@ -145,17 +144,17 @@ class RecordedRun:
         keys = ROWS if path else (*ROWS, *DRAWN)
         return path, self.setting("eval.size"), table.get("size", 0), [self.setting(key) for key in keys]
 
-    def _score(self, step: int, value: Estimate, problems: Mapping[str, float], correct_at: float = 1.0) -> Score:
-        return Score(step, self.seconds[step], value, problems, correct_at)
-
-    def _evaluations(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of evaluations.jsonl that have a score."""
+    def _evaluations(self) -> Iterator[tuple[str, int, dict[str, float]]]:
+        """Yield set, step and each problem's mean reward of the evaluations that have a score. An answer without a
+        reward counts as 0."""
         for line in whole_lines(self.folder / EVALUATIONS):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
+            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 found = json.loads(line)
-                rewards = [reward for each in found["rewards"].values() for reward in each]
-                if found["kind"] != "cold_start" and any(reward is not None for reward in rewards):
-                    yield {**found, "step": int(found["step"]), "set": str(found["set"])}
+                rewards = found["rewards"]
+                problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
+                scored = any(reward is not None for each in rewards.values() for reward in each)
+                if found["kind"] != "cold_start" and scored and all(map(math.isfinite, problems.values())):
+                    yield str(found["set"]), int(found["step"]), problems
 
 
 def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +182,7 @@ def _sound(line: Mapping[str, Any]) -> bool:
 def number_of(line: Mapping[str, Any], key: str) -> float:
     """Return a number of a line; NaN if it has none."""
     value = line.get(key)
-    return value if type(value) in (float, int) else math.nan
+    return value if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
 
 
 def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
