@@ -16,7 +16,7 @@ TABLE = {
     "ctl": ("RUN status", "a running run: its state; pause, save, stop or scale it"),
     "look": ("RUN", "samples of a run: best, worst, longest, cut off"),
     "why": ("RUN", "why a run does not learn"),
-    "view": ("RUN", "runs as one HTML file, or served while they go on"),
+    "view": ("RUN", "runs as one HTML file, or served while they last"),
     "compare": ("RUN RUN", "runs: settings, scores, curves, speed and samples"),
     "audit": ("RUN", "whether prompts were lost, and whether its files agree"),
     "eval": ("RUN", "scores of a checkpoint"),

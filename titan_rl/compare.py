@@ -33,7 +33,7 @@ PROG = "titan_rl.compare"
 MOST_COLUMNS = 3  # runs with a column each in a table of settings
 PLOTTED = ("held-out", "reward", "loss")
 PLOT_HEIGHT = 8
-SAMPLES_SHOWN = 4  # of one prompt and run
+SAMPLES_SHOWN = 4  # per prompt and run
 VALUE_WIDTH = 200  # characters of a setting
 
 

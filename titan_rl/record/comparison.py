@@ -50,7 +50,7 @@ class SetScores:
 class Reached:
     """When runs first had a score."""
 
-    name: str  # of the set
+    name: str  # the set
     score: float
     at: Sequence[Score | None]  # by run; None: never
 

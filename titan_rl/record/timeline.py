@@ -145,7 +145,7 @@ class Timeline(SelfClosing):
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
         self._lanes: Counter[str] = Counter()  # by track
-        self._one_in = 1  # of the ids is written
+        self._one_in = 1  # the share of ids that is written is 1 in this
         self._left_out: Counter[str] = Counter()  # spans by name, since an event counted them
         self._latest = 0  # microseconds: the end of the last span
         self._open()

@@ -1,4 +1,4 @@
-"""Writes a number with what it counts."""
+"""Writes a number with its noun."""
 
 
 def counted(number: int, noun: str) -> str:
