@@ -29,6 +29,7 @@ kill_seconds = KILL_SECONDS["cpu"]  # set for the run's device
 
 _lock = threading.Lock()
 _local: dict[int, str] = {}  # name of each live rank on this machine, by pid
+_begun: dict[str, float] = {}  # when each newest rank was started, by time.monotonic and name
 _remote: dict[str, "Launcher"] = {}  # live ranks on other hosts, by name
 _awaited: dict[str, str] = {}  # host of each rank whose launcher has not reported yet, by name
 _generations: dict[str, int] = {}  # processes spawned so far, by rank name
@@ -75,6 +76,12 @@ def alive() -> dict[str, int]:
     """Return the pids of this host's live ranks, by name."""
     with _lock:
         return {name: pid for pid, name in _local.items()}
+
+
+def begun() -> dict[str, float]:
+    """Return when each rank's newest process was started, by time.monotonic, by name."""
+    with _lock:
+        return dict(_begun)
 
 
 def away() -> dict[str, tuple[str, int]]:
@@ -190,6 +197,8 @@ class Launcher:
             self.pid = int(rest)
             with _lock:
                 wanted = _generations.get(self.name) == self.life and self.name not in _killed
+                if wanted:
+                    _begun[self.name] = time.monotonic()
                 if self.connection is not None:
                     _local[self.pid] = self.name
                 elif wanted:  # do not replace its successor

@@ -15,7 +15,8 @@ from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import SUSPECT, reward_report
 from titan_rl.record.run_history import ROLLOUTS
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
+from titan_rl.wire.counted import counted
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
 
 SHOWN = 20
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.audit",
+        prog=command_of("audit"),
         description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics "
         "and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "
@@ -59,7 +60,7 @@ def audit_ledger(run: Path, all_bytes: bool) -> int:
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:
-        print(f"{len(problems)} problems" + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
+        print(counted(len(problems), "problem") + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
         return FAILED
     print(f"nothing lost, nothing twice, nothing stale: {checked}")
     return DONE

@@ -22,7 +22,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
 from titan_rl.rollout.player import DRIVER_ATTEMPTS
-from titan_rl.wire.program import DONE, FAILED, enter
+from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("check_env"),
         description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, which of "
         "them are trained, rewards, tools, turns, seconds, and how many sessions it takes at once.",
         epilog="Any key of the config: --section.key VALUE, such as --environment.args '{is_slippery = false}' or "

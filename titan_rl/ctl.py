@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from rich.text import Text
 from titan_rl.control.client import DONE, REFUSED, Endpoint, RequestFailed
 from titan_rl.record.plan_view import labelled
 from titan_rl.record.terminal import duration, open_console, visible
-from titan_rl.wire.program import path_argument
+from titan_rl.wire.program import command_of, path_argument
 
 COMMANDS = {
     "status": "show the step, the ranks and their states, and the calls that are being waited for",
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.ctl",
+        prog=command_of("ctl"),
         description="Show the state of a run, or control it, while it runs.",
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {doc}" for name, doc in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,6 +150,8 @@ def cell(name: str, value: Any) -> str:
             return "yes" if value else "no"
         case int() | float() if name.endswith("seconds"):
             return duration(value)
+        case int() | float() if name == "time":
+            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
         case float():
             return f"{value:.4g}"
         case str() | int():

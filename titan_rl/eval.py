@@ -27,7 +27,7 @@ from titan_rl.deployed import (
     setup_of,
 )
 from titan_rl.rollout.player import DRIVER_ATTEMPTS
-from titan_rl.wire.program import DONE, FAILED, enter, path_argument
+from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
     from titan_rl.preflight.plan import Setup
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("eval"),
         description="Sample and score evaluation sets with trained weights, as the run itself does: the same problems, "
         "seeds, rewards and engine. Nothing is written to the run, which may be active.",
         epilog="Any key of the config: --section.key VALUE, such as --generator.replicas 2. Start it in the folder in "

@@ -25,7 +25,7 @@ from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
 
 COLD_START = "cold_start/"
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.export",
+        prog=command_of("export"),
         description="Write a checkpoint of a run as a Hugging Face folder for transformers and vLLM, and prove that "
         "transformers computes the same log-probs from it as the trainer's own model.",
         epilog="Run it in the folder in which the run was started, if its config has relative paths. It needs no GPU, "

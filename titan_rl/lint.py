@@ -1,6 +1,4 @@
-"""Usage: python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]
-
-Check how messages become tokens: render sample conversations with tools and thinking, report how the chat template
+"""Check how messages become tokens: render sample conversations with tools and thinking, report how the chat template
 changes them, and show one with its control tokens and its mask. Any key can be set, as in --task.template chat.
 
 Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
@@ -25,7 +23,7 @@ from titan_rl.record.token_view import shown
 from titan_rl.text.inspection import SAMPLE, Finding, difference, sample_turns, verdict
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.program import enter
+from titan_rl.wire.program import command_of, enter
 
 SOUND, UNSOUND = 0, 1
 
@@ -34,7 +32,7 @@ SOUND, UNSOUND = 0, 1
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(argv):
-        print((__doc__ or "").strip())
+        print(f"usage: {command_of('lint')} --config NAME|FILE [--section.key VALUE ...]\n\n{(__doc__ or '').strip()}")
         return SOUND
     arguments = read(argv)
     try:

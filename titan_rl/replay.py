@@ -31,7 +31,7 @@ from titan_rl.record.summary import known_lines
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.cores import host_memory, usable_cores
 from titan_rl.wire.gpus import PLANNED, found_gpus, visible_devices
-from titan_rl.wire.program import DONE, FAILED, enter
+from titan_rl.wire.program import DONE, FAILED, command_of, enter
 from titan_rl.wire.types import Sample
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("replay"),
         description="Make a trainer's step again, from the checkpoint before it and the batches that record.batches "
         "kept, and compare loss and gradient norm with the run's.",
         epilog=f"Keys of {', '.join(FREE)} may be changed: --parallelism.data_parallel_shard_degree 1 replays a step "

@@ -29,7 +29,7 @@ from titan_rl.deployed import (
     overrides_of,
     setup_of,
 )
-from titan_rl.wire.program import DONE, STOPPED, enter, path_argument
+from titan_rl.wire.program import DONE, STOPPED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
     from titan_rl.preflight.plan import Setup
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("serve"),
         description="Serve trained weights to any OpenAI client: /v1/models, /v1/chat/completions, /v1/completions and "
         "token ids at /inference/v1/generate. Ctrl-C ends it.",
         epilog=f"A key is required. It is the value of {KEY}, or a new one, which is printed. Any key of the config: "

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from titan_rl.environment import socket_folder
 from titan_rl.meshes.fork_servers import KINDS, VARIABLE, serving
 from titan_rl.wire.gpus import visible_gpus
+from titan_rl.wire.program import command_of
 
 ENDED, REFUSED = 0, 2
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_of("warm"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
     if reason := refusal():

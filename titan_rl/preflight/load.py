@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.auto import device_of
@@ -20,47 +18,13 @@ from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.fetch.models import FetchFailed, with_models
+from titan_rl.preflight.help import print_help, print_usage
 from titan_rl.preflight.placement import gpus_needed
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
 TINY = "tiny"
-PIPED_WIDTH = 500  # columns of --help without a terminal: one line per key, for grep
-
-USAGE = """\
-titan_rl: RL post-training of language models
-
-usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
-
-  ./scripts/run --config grpo_llama
-  ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5
-
-  --config NAME|FILE    a shipped config, or a TOML file
-  --dry-run             check everything and print the plan, but start nothing
-  --scale tiny          shrink the run to this machine: the same roles, meshes
-                        and algorithm (docs/clusters.md)
-  --help                print this help
-  --section.key VALUE   any key that --help lists; a boolean needs no value
-                        (--job.fresh)
-
-other programs: python -m titan_rl.NAME, each with a --help; RUN is a run's
-job.dump_folder
-  doctor                what this machine or its install lacks
-  ctl RUN status        a running run: its state; pause, save, stop or scale it
-  audit RUN             whether prompts were lost, and whether its files agree
-  eval RUN              scores of a checkpoint
-  serve RUN             a checkpoint behind an OpenAI-compatible endpoint
-  export RUN            a checkpoint as a Hugging Face folder
-  check_env NAME        an environment, played without a model
-  fetch NAME            a pretrained model, or a GGUF file, as a folder
-  lint --config X       what the chat template does to messages
-  launch --config X     a run as a job of Slurm or Kubernetes
-  worker                this machine as a host of runs that start elsewhere
-  warm                  engines, kept imported between runs
-  chaos --config X      a run that is harmed on purpose, and its audit
-
-shipped configs: {shipped}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +64,7 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         print_usage(Console(stderr=True, highlight=False, markup=False))
         raise SystemExit(2)
     if "--help" in argv or "-h" in argv:
-        print_help()
+        print_help(argv)
         raise SystemExit(0)
     arguments, gpus, scaled, notes = read(argv), found_gpus(), list[str](), list[str]()
     try:
@@ -198,31 +162,3 @@ def _similar(name: str) -> str:
             homes.setdefault(key, []).append(f"--{section}.{key}")
     near = difflib.get_close_matches(name[:100], homes, n=1, cutoff=0.75)
     return f"; did you mean {' or '.join(homes[near[0]])}?" if near else ""
-
-
-def print_usage(console: Console) -> None:
-    print_trimmed(console, USAGE.format(shipped=", ".join(config_file.shipped())))
-
-
-def print_help() -> None:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    print_usage(console)
-    table = Table.grid(padding=(0, 2, 0, 2))
-    table.add_column(no_wrap=True)
-    for section, keys in schema().items():
-        table.add_row()
-        table.add_row(Text(f"[{section}]", style="bold cyan"))
-        for name, key in keys.items():
-            value = Text(f"({key.kind}; default {as_toml(key.default)})", style="dim")
-            table.add_row(Text(name, style="bold"), Text.assemble(key.doc, " ", value))
-    print_trimmed(console, table)
-
-
-def print_trimmed(console: Console, content: str | Table) -> None:
-    """Print without the spaces with which rich fills each line: a pager would wrap them."""
-    with console.capture() as captured:
-        console.print(content)
-    for line in captured.get().splitlines():
-        console.file.write(f"{line.rstrip()}\n")

@@ -1,19 +1,26 @@
 """Describes problems of a config, and refuses a run: one line per problem, exit code 2, no traceback."""
 
 import functools
+import re
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from rich.columns import Columns
 from rich.console import Console
+from rich.padding import Padding
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import as_toml
+from titan_rl.config.toml import NO_CONFIG, as_toml, shipped
+from titan_rl.record.plan_view import print_trimmed
+from titan_rl.wire.counted import counted
 
 MOST_CHARACTERS = 4000
 """Of a line: the text of an error, or the name of a key, may have any number."""
-
+RELATIVE = re.compile("found none at|No module named")  # problems that another current folder would solve
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,13 +38,32 @@ def written(value: Any) -> str:
 def refuse(source: str, problems: Sequence[str]) -> NoReturn:
     """Print one unwrapped line per problem, so that logs and editors show each of them whole, and exit."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    console.print(f"titan_rl: {count} in {printable(source) or 'the command line'}", style="bold red")
+    console.print(
+        f"titan_rl: {counted(len(problems), 'problem')} in {printable(source) or 'the command line'}", style="bold red"
+    )
     for problem in problems:
         line = " ".join(problem[:MOST_CHARACTERS].splitlines())
         more = f" ... ({len(problem):,} characters)" if len(problem) > MOST_CHARACTERS else ""
         console.print(f"  - {printable(line)}{more}", style="red")
+    if any(problem.startswith(NO_CONFIG) for problem in problems):
+        console.print("shipped configs:")
+        print_names(console, shipped())
+    elif elsewhere(source) and any(RELATIVE.search(problem) for problem in problems):
+        here, there = (printable(str(path)) for path in (Path.cwd(), Path(source).parent.resolve()))
+        console.print(f"paths and modules are relative to the current folder, {here}; the config is in {there}")
     raise SystemExit(2)
+
+
+def print_names(console: Console, names: Sequence[str]) -> None:
+    """Print names in columns."""
+    print_trimmed(console, Padding(Columns(names, column_first=True, padding=(0, 2)), (0, 0, 0, 2)))
+
+
+def elsewhere(source: str) -> bool:
+    """Return True if a config's file is in another folder than the current one."""
+    with suppress(OSError, ValueError):
+        return Path(source).is_file() and not Path(source).parent.samefile(".")
+    return False
 
 
 def printable(text: str) -> str:

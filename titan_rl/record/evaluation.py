@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import Estimate, estimate, ks_of, pass_at
+from titan_rl.wire.counted import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Evaluation:
             return f"no score: none of {self.size * self.samples} answers has a reward"
         shown = [f"{name} {found}" for name, found in self.estimates.items()]
         failed = [f"{len(self.failures)} of {self.size * self.samples} answers failed"] if self.failures else []
-        return ", ".join([*shown, *failed]) + f" over {self.size} problems"
+        return ", ".join([*shown, *failed]) + f" over {counted(self.size, 'problem')}"
 
 
 def metrics_of(evaluations: Sequence[Evaluation]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -96,3 +96,11 @@ def host_table(rows: Sequence[tuple[str, str, str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_trimmed(console: Console, *parts: RenderableType) -> None:
+    """Print without the spaces with which rich fills each line: a pager would wrap them."""
+    with console.capture() as captured:
+        console.print(*parts, soft_wrap=False)
+    for line in captured.get().splitlines():
+        console.file.write(f"{line.rstrip()}\n")

@@ -76,28 +76,37 @@ def _has_numbers(line: Mapping[str, Any]) -> bool:
     return is_count(line.get("step")) and is_number(line.get("time")) and all(v is None or is_number(v) for v in others)
 
 
+def elapsed(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """Yield each line with the wall seconds that led to it.
+
+    A process lasts from "time/startup" seconds before its startup line to its last line. Time between two processes is
+    not counted, nor is a clock that was set back.
+    """
+    before = lines[0]["time"] if lines else 0.0
+    for line in lines:
+        if line["kind"] == "startup":
+            before = line["time"] - (line.get("time/startup") or 0.0)
+        yield line, max(0.0, line["time"] - before)
+        before = line["time"]
+
+
 def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     """Return the wall seconds of all processes, this one until now, and how they were spent.
 
-    A process lasts from "time/startup" seconds before its startup line to its last line; time whose work a crash undid
-    is not counted. A cold start line took the time since the line before it. "other" is the rest, such as the end. A
-    clock that was set back in between counts as no time.
+    Time whose work a crash undid is not counted. A cold start line took the time since the line before it. "other" is
+    the rest, such as the end.
     """
     split = dict.fromkeys(
         ("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save", "pause"), 0.0
     )
     wall = 0.0
-    before = lines[0]["time"] if lines else time.time()
-    for line in lines:
-        if line["kind"] == "startup":
-            before = line["time"] - (line.get("time/startup") or 0.0)
-        elapsed = max(0.0, line["time"] - before)
+    for line, seconds in elapsed(lines):
         if line["kind"] == "cold_start":
-            split["cold_start"] += elapsed
+            split["cold_start"] += seconds
         else:
             for part in split:
                 split[part] += line.get(f"time/{part}") or 0.0
-        wall += elapsed
-        before = line["time"]
-    wall += max(0.0, time.time() - before)
+        wall += seconds
+    now = time.time()
+    wall += max(0.0, now - (lines[-1]["time"] if lines else now))
     return wall, split | {"other": max(0.0, wall - sum(split.values()))}

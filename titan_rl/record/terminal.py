@@ -4,6 +4,7 @@ A terminal shows running work (start-up phases, a progress bar) in one status li
 else, and with TERM=dumb or CI set, plain lines say the same. Errors go to stderr, everything else to stdout.
 """
 
+import asyncio
 import os
 import shutil
 import sys
@@ -28,6 +29,7 @@ from rich.text import Text
 
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.plan_view import RunPlan, labelled, plan_view
+from titan_rl.wire.counted import counted
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 20  # steps
@@ -82,7 +84,7 @@ class Progress:
         activity.done += n
         activity.note = note or activity.note
         if 10 * activity.done // activity.total > tenth and activity.done < activity.total:
-            self._terminal.plain(f"  … {activity}")
+            self._terminal.plain(f"  … {clock()}  {activity}")
 
 
 class Terminal:
@@ -131,18 +133,24 @@ class Terminal:
         cells = fitting(step_cells(step, total, metrics, left=each * (total - step)), self._console.width)
         lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
         if self._steps % HEADER_EVERY == 0:
+            self.plain(f"  … {clock()}  step {step} of {total}")
             lines.insert(0, Text("".join(f"{cell.head:>{cell.width}}" for cell in cells), "dim"))
         self._steps += 1
         self._print(*lines, no_wrap=True, overflow="crop")
 
     def eval(self, label: str, score: float, n: int) -> None:
-        self._print(Text.assemble(f"  {label}  ", (f"{score:.3f}", "bold green"), f"  over {n} problems"))
+        self._print(Text.assemble(f"  {label}  ", (f"{score:.3f}", "bold green"), f"  over {counted(n, 'problem')}"))
 
     def note(self, text: str) -> None:
-        self._print(Text(f"  {text}"), soft_wrap=True)
+        self._print(*self._indented(Text(text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self._print(Text.assemble(("  warning  ", "yellow"), text), soft_wrap=True)
+        self._print(*self._indented(Text.assemble(("warning  ", "yellow"), text)), soft_wrap=True)
+
+    def _indented(self, text: Text) -> list[Text]:
+        """Return the lines of a text. A terminal would wrap inside words; a log keeps whole lines, for grep."""
+        lines = text.wrap(self._console, self._console.width - 2) if self._live else [text]
+        return [Text.assemble("  ", line) for line in lines]
 
     def error(self, title: str, details: str) -> None:
         """Print a crash once: the actor and rank in the title, the remote traceback in the details."""
@@ -194,6 +202,9 @@ class Terminal:
         mark, ended = ("✓", "green"), ""
         try:
             yield
+        except (asyncio.CancelledError, KeyboardInterrupt):  # of a signal, or after the failure of another phase
+            mark, ended = ("-", "yellow"), "  stopped"
+            raise
         except BaseException:
             mark, ended = ("✗", "red"), "  failed"
             raise
@@ -211,7 +222,7 @@ class Terminal:
             with self._lock:
                 self._draw()
                 for activity in self._activities:
-                    self.plain(f"  … {activity}")
+                    self.plain(f"  … {clock()}  {activity}")
 
     def _print(self, *parts: RenderableType, console: Console | None = None, **layout: Any) -> None:
         with self._lock:
@@ -265,7 +276,7 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float], left: float)
         Cell("seconds", 8, brief(metrics["time/step"])),
         Cell("gen", 6, brief(metrics["time/generate"]), "dim"),
         Cell("train", 6, brief(metrics["time/train"]), "dim"),
-        Cell("reward", 8, f"{metrics['reward/mean']:.3f}", "bold"),
+        Cell("reward", 8, f"{metrics['reward/mean']:z.3f}", "bold"),
         Cell("held-out", 9, "" if score is None else f"{score:.3f}", "bold green"),
         Cell("signal", 7, f"{signal:.0%}", "yellow" if signal < FEW_SIGNAL else ""),
         Cell("length", 7, f"{metrics['completions/mean_length']:.0f}"),
@@ -324,7 +335,7 @@ def samples(rollouts: Sequence[tuple[str, str, float, str]]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for prompt, text, reward, answer in rollouts:
         sampled, expected = Text(visible(text, 24), "bold"), Text(f"answer {visible(answer, 10)}", "dim")
-        table.add_row(Text(visible(prompt, 28)), sampled, f"reward {reward:.2f}", expected)
+        table.add_row(Text(visible(prompt, 28)), sampled, f"reward {reward:z.2f}", expected)
     return table
 
 
@@ -358,6 +369,11 @@ def rough(seconds: float) -> str:
     if minutes < 2:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h" if minutes < 6000 else f"{minutes // 1440} d"
+
+
+def clock() -> str:
+    """Return the time of day, for logs."""
+    return time.strftime("%H:%M:%S")
 
 
 def open_console(file: TextIO) -> Console:

@@ -5,6 +5,11 @@
 It is a JSON array in Chrome's trace format, written while the run lasts. Viewers do not need the closing bracket, so
 the file of a killed run opens too. Each controller process starts a new file, because days may pass between two of
 them: the first becomes timeline.1.json, the second timeline.2.json. No file is ever reopened.
+
+The files are bounded. Spans with an id (prompts, rollouts and their turns) are most of a run's spans: each time that
+they have taken `DETAIL` bytes of a file, half of the ids are left out from then on, whole ids at a time. An event names
+the share that stays and counts the other spans. A large file is followed by another; the oldest but the first are
+removed once all have `ALL_FILES` bytes.
 """
 
 import asyncio
@@ -12,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +28,10 @@ EVERY_SECONDS = 2.0
 SECONDS_PER_RANK = 0.1  # a rank's answer costs the controller 1 ms: asking takes at most 1 % of its time
 LAST_SECONDS = 5.0  # for the last spans: a finished run does not wait longer for its timeline
 SAID_SECONDS = 1.0  # between the clocks of two hosts
-LARGEST = 128 << 20  # bytes of a file, about a million spans: viewers still open it easily
+LARGEST = 32 << 20  # bytes of a file, about 250,000 spans: viewers open it at once
+ALL_FILES = 128 << 20  # bytes of a folder's timelines, and one file more
+DETAIL = 2 << 20  # bytes of spans with an id until half of the ids are left out
+SPREAD, RANGE = 0x9E3779B1, 1 << 32  # multiplied by it, ids that follow each other are evenly spread over the range
 
 Event = dict[str, Any]
 
@@ -132,12 +139,15 @@ async def _ask(meshes: Sequence[HasSpans], file: "Timeline", clocks: Clocks) -> 
 class Timeline(SelfClosing):
     """Writes the file. Viewers call a track a process and a lane a thread."""
 
-    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
+    def __init__(self, path: Path, *, largest: int = LARGEST, detail: int = DETAIL, all_files: int = ALL_FILES) -> None:
         self._path = path
-        self._largest = largest
+        self._largest, self._detail, self._all_files = largest, detail, all_files
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
         self._lanes: Counter[str] = Counter()  # by track
+        self._one_in = 1  # the share of ids that is written is 1 in this
+        self._left_out: Counter[str] = Counter()  # spans by name, since an event counted them
+        self._latest = 0  # microseconds: the end of the last span
         self._open()
 
     def track(self, name: str) -> None:
@@ -157,26 +167,64 @@ class Timeline(SelfClosing):
         if taken.dropped:
             lost = {"ph": "i", "s": "p", "name": f"{taken.dropped} spans before this were dropped", "tid": 1}
             self._write([lost | {"pid": self._pids[track], "ts": spans[0].begin // 1000}])
-        events = [event for each in spans for event in self._events(track, each)]
-        self._write(sorted(events, key=lambda event: event["ts"]))
+        whole = [each for each in spans if each.id is None or each.id * SPREAD % RANGE < RANGE // self._one_in]
+        self._left_out.update(Counter(each.name for each in spans) - Counter(each.name for each in whole))
+        self._latest = max([self._latest, *(each.end // 1000 for each in spans)])
+        events = [event for each in whole for event in self._events(track, each)]
+        self._write(sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]))
+        before = self._size
+        self._write(sorted((event for event in events if event["ph"] != "X"), key=lambda event: event["ts"]))
+        self._detailed += self._size - before
+        while self._detailed > self._detail:
+            self._detailed -= self._detail
+            self._one_in *= 2
+            self._count(f"from here on, 1 in {self._one_in} prompts and rollouts is shown")
         if self._size > self._largest:
             self.close()
             self._open()
 
+    def _count(self, name: str) -> None:
+        """Write an event that counts the spans that were left out since the last such event."""
+        event = {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": 1, "ts": self._latest}
+        self._write([event | {"args": {f"left out: {name}": n for name, n in sorted(self._left_out.items())}}])
+        self._left_out.clear()
+
     def close(self) -> None:
+        if self._left_out:
+            self._count("spans of prompts and rollouts were left out")
         self._file.write(b"\n]\n")
         self._file.close()
 
     def _open(self) -> None:
-        if self._path.exists():
-            numbered = (self._path.with_suffix(f".{number}{self._path.suffix}") for number in count(1))
-            self._path.rename(next(free for free in numbered if not free.exists()))
+        self._detailed = 0  # bytes
+        removed = self._make_room()
         self._file = self._path.open("wb")
         self._size = self._file.write(b"[")
         for name in self._pids:
             self._write(self._names_of_track(name))
         for track, lane in self._tids:
             self._write(self._names_of_lane(track, lane))
+        if removed:
+            name = f"removed to make room: {', '.join(removed)}"
+            self._write([{"ph": "i", "s": "g", "name": name, "pid": 1, "tid": 1, "ts": self._latest}])
+
+    def _make_room(self) -> list[str]:
+        """Rename the file that lies there, and remove the oldest ones but the first. Return the removed names."""
+        stem, suffix = self._path.stem, self._path.suffix
+        numbers = (path.name[len(stem) + 1 : -len(suffix)] for path in self._path.parent.glob(f"{stem}.*{suffix}"))
+        earlier = sorted(int(number) for number in numbers if number.isdigit())
+        if self._path.exists():
+            earlier.append(max(earlier, default=0) + 1)
+            self._path.rename(self._path.with_suffix(f".{earlier[-1]}{suffix}"))
+        files = [self._path.with_suffix(f".{number}{suffix}") for number in earlier]
+        sizes = [path.stat().st_size for path in files]
+        removed = list[str]()
+        while len(files) > 2 and sum(sizes) > self._all_files:
+            oldest = files.pop(1)
+            del sizes[1]
+            oldest.unlink()
+            removed.append(oldest.name)
+        return removed
 
     def _write(self, events: Iterable[Event]) -> None:
         for event in events:

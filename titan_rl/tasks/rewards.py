@@ -133,7 +133,10 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
     try:
         function = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ValueError(f"task.reward = {name!r}: {error}") from error
+        own = module.removesuffix(".py").replace("/", ".")
+        meant = f"; did you mean '{own}:{attribute}'?" if module.endswith(".py") else ""
+        looked = "" if meant else f" in the current folder ({Path.cwd()}) or among the installed packages"
+        raise ValueError(f"task.reward = {name!r}: {error}{meant or looked}") from error
     except AttributeError as error:
         near = did_you_mean(attribute, vars(sys.modules[module])) if module in sys.modules else ""
         raise ValueError(f"task.reward = {name!r}: {error}{near}") from error

@@ -75,7 +75,8 @@ class TextTokenizer:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(
-                f"{file}: expected a fast tokenizer (tokenizer.json), found none; change model.hf_assets_path"
+                f"no {file.name} in {folder}; a folder with only a slow tokenizer needs it: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
             )
         state = file.stat()
         tokenizer = _parsed(str(file), state.st_mtime_ns, state.st_size, state.st_ino)
@@ -183,7 +184,8 @@ class TextTokenizer:
         given = self.chat_settings.template
         if not (given or default or with_tools):
             raise ValueError(
-                f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
+                f'task.template: expected "plain", or a task.chat_template, because {self.folder} has no chat '
+                'template, found "chat"'
             )
         sources = (given, given) if given else (default or with_tools, with_tools)
         control = self._outside.control.values()

@@ -46,10 +46,10 @@ class Status:
                 states |= dict.fromkeys(replica.ranks, (replica.state, replica.since))
         if self.meshes is not None and (environments := self.meshes.environments) is not None:
             states |= environments.ranks
-        away, ranks = deaths.away(), []
+        away, begun, ranks = deaths.away(), deaths.begun(), []
         places = {rank: ("", pid) for rank, pid in deaths.alive().items()} | away
         for rank, (host, pid) in sorted(places.items()):
-            state, since = states.get(rank, ("up" if self.meshes else "starting", self._began))
+            state, since = states.get(rank, ("up" if self.meshes else "starting", begun.get(rank, self._began)))
             process = {"host": host, "pid": pid} if away else {"pid": pid}
             seconds = round(time.monotonic() - since, 1)
             ranks.append({"rank": rank, **process, "state": state, "seconds": seconds})

@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_rl.record.lines import Unwritable, must_write, write_whole
 from titan_rl.view.live import LiveServer
 from titan_rl.view.page import page, page_data
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 
 MOST_RUNS = 6  # which colours tell apart
 LIVE_SECONDS = 5.0
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_rl.view",
+        prog=command_of("view"),
         description="Write runs as one HTML file that loads nothing from a network: curves, time, samples token by "
         "token, the lives of prompts, evaluations, config and events. Several runs are overlaid.",
         epilog="Exit codes: 0 written; 1 the page cannot be written; 2 bad usage. Nothing in the run is changed, and "

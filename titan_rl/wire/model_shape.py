@@ -192,6 +192,8 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
         return ModelShape.from_hf(found)
     except RecursionError as error:
         raise ValueError(f"{key}: expected a usable {path}, found JSON that is nested too deeply") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{key}: expected a config.json in {path.parent}, found none") from error
     except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{key}: expected a usable {path}, found {error}") from error
 

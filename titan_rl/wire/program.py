@@ -1,4 +1,4 @@
-"""Begin and end of a program that has worker processes: its end waits for no threads."""
+"""Name, begin and end of a program. The end of one that has worker processes waits for no threads."""
 
 import argparse
 import io
@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
+
+typed = ""
+"""The command by which the user started one of several programs, as in "titan_rl audit"; empty: python -m."""
+
+
+def command_of(name: str) -> str:
+    """Return what the user types to start a program; without a name, what starts any of them. A run needs no name."""
+    if typed:
+        return f"{typed} {'' if name == 'run' else name}".rstrip()
+    return f"python -m titan_rl.{name}" if name else "python -m titan_rl"
 
 
 def enter(main: Callable[[], int], stopped: str = "") -> None:

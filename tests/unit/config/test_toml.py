@@ -144,6 +144,10 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
             "run.toml: [training] has no key 'lr'; it is a key of [cold_start], [critic], [optimizer]",
         ),
         ("[training]\nqqq = 3", "run.toml: [training] has no key 'qqq'"),
+        (
+            "[optimizer]\nlearning_rate = 3",
+            "run.toml: [optimizer] has no key 'learning_rate'; here it is --optimizer.lr (docs/environments.md)",
+        ),
         ("[trainin]\nsteps = 3", "run.toml: there is no section [trainin]; did you mean [training]?"),
         ("[a.b]\nsteps = 3", "run.toml: there is no section [a]"),
         ("seq_len = 3", "run.toml: 'seq_len' is outside a section; it is a key of [training]"),
@@ -294,13 +298,13 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["grpo_lama", "no/grpo_lama.toml"])
 def test_find_names_the_nearest(name: str) -> None:
-    message = rf"a shipped config, found \"{name}\"; did you mean 'grpo_llama'\? \(shipped: .*, grpo_llama, .*\)"
+    message = rf"a shipped config, found \"{name}\"; did you mean 'grpo_llama'\?$"
     with pytest.raises(ConfigError, match=message):
         find(name)
 
 
 def test_find_names_the_config_in_a_runs_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf'found the folder "{tmp_path}" \(shipped'):
+    with pytest.raises(ConfigError, match=rf'found the folder "{tmp_path}"$'):
         find(str(tmp_path))
     (tmp_path / "config.toml").touch()
     with pytest.raises(ConfigError, match=rf"found the folder \"{tmp_path}\"; did you mean '{tmp_path}/config.toml'\?"):

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.control_socket import STATUS, fail, never, refuse, serving
 from support.forked_ranks import until
 from titan_rl.control.client import Endpoint, RequestFailed
 from titan_rl.control.server import ANNOUNCEMENT
-from titan_rl.ctl import MAX_ROWS, main, view
+from titan_rl.ctl import MAX_ROWS, cell, main, view
 
 
 def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
@@ -39,6 +40,12 @@ def test_ctl_shows_tables(tmp_path: Path, sockets: Path, capsys: pytest.CaptureF
     assert ["trainer[dp=0", "tp=0]", "11", "serving", "1", "min", "10", "s"] in lines
     assert lines[lines.index(["waits"]) + 1] == ["none"]
     assert lines[-2:] == [["restarts"], ["generators", "1"]]
+
+
+def test_times_are_clocks_and_waits_are_durations() -> None:
+    at = time.mktime((2026, 11, 27, 11, 45, 3, 0, 0, -1))
+    assert cell("time", at) == "2026-11-27 11:45:03"
+    assert cell("seconds", 75.0) == "1 min 15 s"
 
 
 def test_a_long_table_shows_what_differs_and_counts_the_rest() -> None:

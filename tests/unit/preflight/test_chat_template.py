@@ -114,7 +114,7 @@ def test_a_config_that_cannot_be_used_is_refused(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("Usage: python -m titan_rl.lint --config NAME|FILE")
+    assert capsys.readouterr().out.startswith("usage: python -m titan_rl.lint --config NAME|FILE")
 
 
 def test_plain_prompts_use_no_template(tmp_path: Path, linted: Linted) -> None:

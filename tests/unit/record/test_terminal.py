@@ -228,12 +228,33 @@ def test_a_failed_phase_says_so_and_lets_the_error_pass() -> None:
     assert re.fullmatch(r"  ✗ start +\d+\.\d s  failed", screen(out.getvalue())[0])
 
 
+def test_a_phase_that_a_signal_ends_has_not_failed() -> None:
+    for end in (asyncio.CancelledError, KeyboardInterrupt):
+        terminal, out = live()
+        with pytest.raises(end), terminal.phase("start"):
+            raise end
+        assert re.fullmatch(r"  - start +\d+\.\d s  stopped", screen(out.getvalue())[0])
+
+
+def test_a_terminal_wraps_between_words_and_a_log_keeps_lines_whole() -> None:
+    words = "a second signal stops at once and the same command resumes the run " * 3
+    terminal, out, _ = plain()
+    terminal.note(words)
+    assert out.getvalue() == f"  {words}\n"
+    terminal, out = live()
+    terminal.warn(words)
+    lines = screen(out.getvalue())
+    assert len(lines) > 1
+    assert all(line.startswith("  ") for line in lines if line)
+    assert " ".join(" ".join(lines).split()) == f"warning {words.strip()}"
+
+
 def test_a_quiet_phase_is_named_again_in_plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.record.terminal.REMIND", 0.05)
     terminal, out, _ = plain()
     with terminal.phase("start trainers"):
         wait_for_drawing(out)
-    assert re.match(r"  … start trainers  \d+\.\d s\n", out.getvalue())
+    assert re.match(r"  … \d\d:\d\d:\d\d  start trainers  \d+\.\d s\n", out.getvalue())
 
 
 def test_a_resumed_bar_knows_its_own_speed() -> None:

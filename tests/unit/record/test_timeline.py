@@ -98,6 +98,53 @@ def test_a_large_file_is_followed_by_another_that_has_all_names(tmp_path: Path) 
     assert sorted(steps) == list(range(100))
 
 
+def test_many_rollouts_are_thinned_out_whole_and_counted(tmp_path: Path) -> None:
+    path, rollouts = tmp_path / "timeline.json", 4000
+    with Timeline(path, detail=20_000) as file:
+        for id in range(rollouts):
+            begin = id * 1000
+            turns = [Span("turn", "rollouts", begin, 100, {}, id), Span("turn", "rollouts", begin + 200, 100, {}, id)]
+            file.add("controller", Recorded([*turns, Span("rollout", "rollouts", begin, 400, {}, id)]))
+            file.add("trainer", Recorded([Span("step", "main", begin, 900, {"step": id})]))
+    events = read(path)
+    steps = [event for event in events if event["name"] == "step"]
+    assert len(steps) == rollouts  # spans without an id stay
+    shown = [event["id"] for event in events if event["ph"] == "b" and event["name"] == "rollout"]
+    turns = [event["id"] for event in events if event["ph"] == "b" and event["name"] == "turn"]
+    assert sorted(turns) == sorted(shown * 2)
+    assert max(shown) > 0.9 * rollouts  # also of the last ones
+    notes = [event for event in events if event["ph"] == "i"]
+    assert [note["name"] for note in notes[:2]] == [
+        "from here on, 1 in 2 prompts and rollouts is shown",
+        "from here on, 1 in 4 prompts and rollouts is shown",
+    ]
+    left_out = sum(note["args"].get("left out: rollout", 0) for note in notes)
+    assert left_out == rollouts - len(shown)
+    assert 0 < len(shown) < 800
+    assert notes[-1]["args"]["left out: turn"] == 2 * notes[-1]["args"]["left out: rollout"]
+
+
+def test_the_first_file_and_the_last_ones_stay(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with Timeline(path, largest=3000, all_files=12_000) as file:
+        for step in range(300):
+            file.add("trainer", Recorded([Span("step", "main", step * 1000, 1000, {"step": step})]))
+    files = sorted(tmp_path.iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    assert sum(p.stat().st_size for p in files) < 12_000 + 2 * 3500
+    assert files[0].name == "timeline.1.json"
+    assert files[-1].name == "timeline.json"
+    steps = [[e["args"]["step"] for e in read(p) if e["name"] == "step"] for p in files]
+    assert steps[0][0] == 0
+    assert steps[-1][-1] == 299
+    last = [step for file in steps[1:] for step in file]
+    assert last == list(range(last[0], 300))
+    note = next(event["name"] for event in read(path) if event["ph"] == "i")
+    assert note.startswith("removed to make room: timeline.")
+    with Timeline(path):  # as another process does
+        pass
+    assert not (tmp_path / "timeline.2.json").exists()
+
+
 # -- collecting ---------------------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,9 @@ def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if config.task.template == "chat" and not (
         config.task.chat_template or any(own_template(folder, tokenizer.settings))
     ):
-        yield problem(config, "task.template", f'"plain", because {folder} has no chat template')
+        yield problem(
+            config, "task.template", f'"plain", or a task.chat_template, because {folder} has no chat template'
+        )
 
 
 def policy_tokenizer(config: Config) -> TextTokenizer | None:
