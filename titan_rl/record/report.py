@@ -18,7 +18,7 @@ from titan_rl.config.sections import Config
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
-from titan_rl.record.run_log import TENSORBOARD, RunLog
+from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
@@ -150,11 +150,8 @@ class Report(SelfClosing):
     def done(self, *, finished: bool) -> None:
         """Write summary.json, and show it if the run is finished."""
         summary = summarize(self._folder, self._name, self._config)
-        self._log.summary(summary)
+        self._log.summary(summary, "finished" if finished else "stopped")
         if finished:
             shown = [(g.prompt, next(r for r in g.rollouts if r.valid)) for g in self._groups[:SAMPLES_SHOWN]]
             rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
-            metrics = self._config.metrics
-            tensorboard = f"tensorboard --logdir {self._folder / TENSORBOARD}"
-            hints = [tensorboard] if metrics.enable_tensorboard else []
-            self._terminal.summary(summary, rollouts, self._folder, hints)
+            self._terminal.summary(summary, rollouts, self._folder, self._log.hints)
