@@ -65,6 +65,11 @@ def overview(scalars: Mapping[str, float]) -> dict[str, float]:
     return {f"{FIRST}/{name}": value for name, value in shown.items()}
 
 
+def grouped(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return scalars with a group in each name: trackers would show those without one before the overview."""
+    return {name if "/" in name else f"train/{name}": value for name, value in scalars.items()}
+
+
 def has_samples(step: int, interval: int) -> bool:
     """Return whether the samples of a step are logged: the first step's, and every `interval` steps'."""
     return interval > 0 and (step == 1 or step % interval == 0)

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from titan_rl.record.trackers.messages import COLUMNS, Axis, Begin, Service, State
+from titan_rl.record.trackers.messages import COLUMNS, FIRST, Axis, Begin, Service, State
 
 Histograms = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By name: counts, and the edges between which they are."""
@@ -57,30 +57,28 @@ class Wandb:
             id=self.id,
             group=begin.group,
             tags=list(begin.tags) or None,
-            config={section: dict(keys) for section, keys in begin.config.items()},
+            config={**begin.config, "attempt": begin.attempt},
             dir=os.environ.get("WANDB_DIR", begin.folder),
             allow_val_change=True,
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._run.define_metric("step")
+        self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("cold_start/step")
+        self._run.define_metric("cold_start/step", hidden=True)
         self._run.define_metric("cold_start/*", step_metric="cold_start/step")
         offline = f"wandb sync {Path(self._run.dir).parent}"
         self.where = offline if self._run.offline else self._run.url or ""
-        self.attempt(begin.attempt)
 
     def log(self, axis: Axis, step: int, scalars: Mapping[str, float], histograms: Histograms) -> None:
-        drawn = {name: self._wandb.Histogram(np_histogram=pair) for name, pair in histograms.items()}
+        drawn = {name: self._wandb.Histogram(np_histogram=cast(Any, pair)) for name, pair in histograms.items()}
         self._run.log({"step" if axis == "rl" else "cold_start/step": step, **scalars, **drawn})
 
     def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        self._run.log({"step": step, "samples": table})
+        self._run.log({"step": step, f"{FIRST}/samples": table})
 
     def attempt(self, attempt: int) -> None:
-        self._attempt = attempt
         self._run.config.update({"attempt": attempt}, allow_val_change=True)
 
     def finish(self, state: State, summary: Mapping[str, Any]) -> None:
@@ -92,7 +90,7 @@ class Trackio:
     """Trackio continues a run by its name, so a name ends with the run's id."""
 
     def __init__(self, begin: Begin) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio = trackio
         self.id = begin.id or f"{begin.name}-{secrets.token_hex(2)}"
@@ -130,11 +128,12 @@ class Mlflow:
     """Parameters of an MLflow run cannot change: they are the first process's. config.json is the newest one's."""
 
     def __init__(self, begin: Begin) -> None:
-        import mlflow
+        import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow = mlflow
         mlflow.set_experiment(begin.project)
-        tags = {"config": begin.group, "folder": begin.folder, **{f"tag.{tag}": "true" for tag in begin.tags}}
+        own = {"config": begin.group, "folder": begin.folder, "mlflow.source.name": "titan_rl"}
+        tags = {**own, **{f"tag.{tag}": "true" for tag in begin.tags}}
         run = mlflow.start_run(run_id=begin.id or None, run_name=begin.name, tags=tags, log_system_metrics=False)
         self.id = run.info.run_id
         if not begin.id:
@@ -163,4 +162,4 @@ class Mlflow:
 
 MLFLOW_FORBIDS = re.compile(r"[^\w\-. :/]")  # in names of metrics
 PASSWORD = re.compile(r"//[^/@]*@")
-CLASSES: dict[Service, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+CLASSES: dict[Service, Callable[[Begin], Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}

@@ -23,7 +23,7 @@ from titan_rl.config.sections import Config
 from titan_rl.isolation import outside
 from titan_rl.record.curves import edges_of
 from titan_rl.record.lines import write_whole
-from titan_rl.record.trackers.messages import SERVICES, Axis, Begin, Service, State, public_config
+from titan_rl.record.trackers.messages import SERVICES, Axis, Begin, Service, State, grouped, public_config
 
 IDS = "trackers.json"
 """File in the dump folder with the ids of its runs in the trackers."""
@@ -32,6 +32,7 @@ LOGS = "trackers"
 
 MOST_WAITING = 1000  # messages; later ones are dropped
 LATE_SECONDS = 60.0  # without an answer, until the run says so
+EXIT_SECONDS = 2.0  # for a process that has sent everything
 FLUSH_SECONDS = {"finished": 30.0, "stopped": 8.0, "failed": 8.0}  # at the end, for what waits
 
 Warn = Callable[[str], None]
@@ -42,7 +43,8 @@ class TrackerProcess:
     """Sends messages to the process of one tracker, which starts now."""
 
     def __init__(self, service: Service, begin: Begin, warn: Warn, begun: Begun) -> None:
-        self.service, self.where, self.dropped = service, "", 0
+        self.service: Service = service
+        self.where, self.dropped = "", 0
         self._folder, self._warn, self._begun = Path(begin.folder), warn, begun
         self._queue = SimpleQueue[bytes | None]()
         self._sent = self._answered = 0
@@ -74,15 +76,18 @@ class TrackerProcess:
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        """Return whether nothing is left to wait for."""
+        idle = self._answered == self._sent and time.monotonic() - self._last_answer > EXIT_SECONDS
+        return self._ended.is_set() or (self._finishing and idle)
 
     def kill(self) -> None:
         """Kill the process if it has not ended, and warn of what was not sent."""
-        if not self.ended and self._process is not None:
-            self._warn_once("killed", f"did not finish in time: {self._sent - self._answered} messages were not sent")
+        if unsent := 0 if self._ended.is_set() else self._sent - self._answered:
+            self._warn_once("killed", f"did not finish in time: {unsent} messages were not sent")
+        if not self._ended.is_set() and self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        elif self.dropped:
+        if self.dropped:
             self._warn_once("dropped", f"has {self.dropped} points less than metrics.jsonl")
 
     def _put(self, name: str, *arguments: Any) -> None:
@@ -155,7 +160,7 @@ class Trackers:
         self._state: State | None = None
         known = read_ids(folder) if resumed else {}
         self._attempt = known.get("attempt", 0) + 1
-        services = [name for name in SERVICES if name in config.metrics.trackers]
+        services: list[Service] = [name for name in SERVICES if name in config.metrics.trackers]
         self._ids = {**known, "attempt": self._attempt}
         metrics = config.metrics
         begin = Begin(
@@ -182,7 +187,7 @@ class Trackers:
     ) -> None:
         if self._processes:
             drawn = {tag: (counts, edges_of(tag, counts)) for tag, counts in histograms.items()}
-            self._send("log", axis, step, scalars, drawn)
+            self._send("log", axis, step, grouped(scalars), drawn)
 
     def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         self._send("samples", step, rows)
