@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
-from titan_rl.config.foreign_names import VALUES
+from titan_rl.config.foreign_names import VALUES, foreign_hint
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED, Renamed
 from titan_rl.config.sections import Config
@@ -383,7 +383,8 @@ def _unknown(section: str, name: str) -> str:
     if removed := REMOVED.get(f"{section}.{name}"):
         return f"[{section}] has no key {name!r} any more; {removed.advice}"
     if section not in schema():
-        return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
+        hint = foreign_hint(f"{section}.{name}") or foreign_hint(section)
+        return f"there is no section [{section}]" + (hint or did_you_mean(section, schema(), "[{}]"))
     if homes := _homes(name):
         return f"[{section}] has no key {name!r}; it is a key of {homes}"
     return f"[{section}] has no key {name!r}" + did_you_mean(name, schema()[section])

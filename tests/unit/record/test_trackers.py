@@ -196,7 +196,7 @@ def test_a_server_that_hangs_holds_up_no_step_and_the_end_only_until_the_deadlin
         train(elsewhere / "run", config_of("wandb"), range(1, 201), warn=warnings.warn)
         assert 2.0 <= time.monotonic() - began < 10.0
     assert [text.partition(".")[0] for text in warnings] == [
-        "wandb: has not answered for 0 s; the run goes on, and its points wait",
+        "wandb: has not answered for 0 s; the run continues, and its points wait",
         "wandb: does not keep up: 50 messages wait, and later ones are dropped",
         "wandb: did not finish in time: 51 messages were not sent",
     ]
@@ -204,7 +204,7 @@ def test_a_server_that_hangs_holds_up_no_step_and_the_end_only_until_the_deadlin
 
 
 @pytest.mark.parametrize("kind", ["fails", "dies"])
-def test_a_tracker_that_fails_is_named_and_the_run_goes_on(
+def test_a_tracker_that_fails_is_named_and_the_run_continues(
     kind: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = "raise OSError('no key')" if kind == "fails" else "import os; os._exit(3)"
@@ -285,6 +285,7 @@ def test_the_overview_comes_first_and_samples_are_the_best_and_the_worst() -> No
         [3, 7, "12+34=", "640", "", 0.0, -0.5, "stop"],
     ]
     assert len(sample_rows(3, [group()] * 9)) == 8
+    assert sample_rows(1, [Group(group().prompt, [rollout(1.0, "\ud800" + 9000 * "x")])])[0][4] == "?" + 7999 * "x"
     assert sample_rows(1, [Group(group().prompt, [])]) == []
 
 

@@ -59,10 +59,10 @@ class Begin:
 
 def overview(scalars: Mapping[str, float]) -> dict[str, float]:
     """Return copies of the numbers to look at first, under names that trackers sort first."""
-    shown = {name: scalars[key] for name, key in OVERVIEW.items() if key in scalars}
+    first = {name: scalars[key] for name, key in OVERVIEW.items() if key in scalars}
     if "reward/mean" not in scalars and "loss" in scalars:  # a fit
-        shown["loss"] = scalars["loss"]
-    return {f"{FIRST}/{name}": value for name, value in shown.items()}
+        first["loss"] = scalars["loss"]
+    return {f"{FIRST}/{name}": value for name, value in first.items()}
 
 
 def grouped(scalars: Mapping[str, float]) -> dict[str, float]:
@@ -81,10 +81,15 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[list[Any]]:
     for group in groups[:SAMPLE_GROUPS]:
         ranked = sorted((each for each in group.rollouts if each.valid), key=lambda rollout: -rollout.reward)
         for rollout in (ranked[0], ranked[-1])[: len(ranked)] if ranked else ():
-            texts = (text[:MOST_TEXT] for text in (group.prompt.text, group.prompt.answer, rollout.text))
+            texts = map(shown, (group.prompt.text, group.prompt.answer, rollout.text))
             scores = (float(rollout.reward), float(rollout.advantage))
             rows.append([step, group.prompt.id, *texts, *scores, rollout.finish])
     return rows
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a text, without code points that UTF-8 cannot encode."""
+    return text[:MOST_TEXT].encode(errors="replace").decode()
 
 
 def public_config(config: Config) -> dict[str, dict[str, Any]]:

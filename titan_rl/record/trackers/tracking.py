@@ -31,7 +31,7 @@ LOGS = "trackers"
 """Folder with what the trackers' processes print."""
 
 MOST_WAITING = 1000  # messages; later ones are dropped
-LATE_SECONDS = 60.0  # without an answer, until the run says so
+LATE_SECONDS = 60.0  # without an answer, until the run warns
 EXIT_SECONDS = 2.0  # for a process that has sent everything
 FLUSH_SECONDS = {"finished": 30.0, "stopped": 8.0, "failed": 8.0}  # at the end, for what waits
 
@@ -64,7 +64,7 @@ class TrackerProcess:
             self._warn_once("full", f"does not keep up: {waiting} messages wait, and later ones are dropped")
             return
         if waiting and (silent := time.monotonic() - self._last_answer) > LATE_SECONDS:
-            self._warn_once("late", f"has not answered for {silent:.0f} s; the run goes on, and its points wait")
+            self._warn_once("late", f"has not answered for {silent:.0f} s; the run continues, and its points wait")
         self._put(name, *arguments)
 
     def finish(self, state: State, summary: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class TrackerProcess:
         return self._ended.is_set() or (self._finishing and idle)
 
     def kill(self) -> None:
-        """Kill the process if it has not ended, and warn of what was not sent."""
+        """Kill the process if it has not ended, and warn of messages that were not sent."""
         if unsent := 0 if self._ended.is_set() else self._sent - self._answered:
             self._warn_once("killed", f"did not finish in time: {unsent} messages were not sent")
         if not self._ended.is_set() and self._process is not None:
@@ -148,7 +148,7 @@ class TrackerProcess:
         if not self._warned & {about, "ended", "killed"}:
             self._warned.add(about)
             log = self._folder / LOGS / f"{self.service}.log"
-            self._warn(f"{self.service}: {text}. metrics.jsonl has every point; {log} has what it printed")
+            self._warn(f"{self.service}: {text}. metrics.jsonl has every point; its output is in {log}")
 
 
 class Trackers:
