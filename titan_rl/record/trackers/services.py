@@ -1,6 +1,7 @@
 """One class per tracker, with the same four methods. They run in a tracker's own process and may block.
 
-Each begins or continues a run when it is made: `id` names it for the next process, `where` is a command or an address that shows it.
+Each begins or continues a run when it is made. `id` names that run for the next process. `where` is a command or an
+address that shows it.
 """
 
 import json

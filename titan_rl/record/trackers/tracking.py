@@ -85,6 +85,7 @@ class TrackerProcess:
         if unsent := 0 if self._ended.is_set() else self._sent - self._answered:
             self._warn_once("killed", f"did not finish in time: {unsent} messages were not sent")
         if not self._ended.is_set() and self._process is not None:
+            self._warned.add("killed")  # its end is no news
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self.dropped:
