@@ -1,4 +1,7 @@
-"""A run's trackers get its config, metrics, samples and end, and never hold it up."""
+"""A run's trackers get its config, metrics, samples and end, and never hold it up.
+
+Tests of Trackio and MLflow run where these extras are installed, or are on PYTHONPATH.
+"""
 
 import asyncio
 import json
