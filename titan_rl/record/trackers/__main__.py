@@ -16,7 +16,7 @@ from typing import Any, TextIO, cast
 from titan_rl.record.trackers.messages import Begin, Service
 from titan_rl.record.trackers.services import CLASSES, ENVIRONMENT, Tracker
 
-NICE = 10  # ranks go first
+NICE = 19  # ranks go first
 ORPHAN_SECONDS = 30  # for the rest of a run that was killed
 
 

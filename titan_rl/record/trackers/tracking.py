@@ -124,7 +124,7 @@ class TrackerProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[replies],
-                start_new_session=True,  # Ctrl-C in the terminal reaches the run only
+                process_group=0,  # Ctrl-C in the terminal reaches the run only; in one session "nice" counts
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
