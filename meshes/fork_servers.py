@@ -21,6 +21,7 @@ from typing import Literal
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
+from titan_rl.environment import TRACKER_KEYS
 
 Kind = Literal["model", "generator"]
 KINDS: tuple[Kind, ...] = ("model", "generator")
@@ -36,6 +37,7 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",  # a run never downloads
     "PYTHONUNBUFFERED": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    **dict.fromkeys(TRACKER_KEYS, ""),
 }
 """Launch environment of every rank."""
 KIND_ENV: dict[Kind, dict[str, str]] = {"model": {}, "generator": {**ENV, **vllm_cpu.ENV}}

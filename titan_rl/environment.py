@@ -15,6 +15,15 @@ from typing import BinaryIO
 CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
 }
+TRACKER_KEYS = (
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "TRACKIO_WRITE_TOKEN",
+    "HF_TOKEN",
+)
+"""Environment variables that let their holder write to a tracker's server. No rank has them."""
 # Monarch polls the process states of each mesh, for 0.4 to 1.6 ms of the controller's CPU. Deaths are known at once
 # without it (meshes/deaths.py): a poll adds how a process ended.
 POLLS = 32  # a second, of all meshes together

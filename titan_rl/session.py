@@ -14,6 +14,7 @@ from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.terminal import Terminal
 from titan_rl.record.timeline import timeline
+from titan_rl.record.trackers.tracking import tracking
 from titan_rl.train.bring_up import Launch, launch, shutdown, start_snapshots
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
@@ -43,7 +44,9 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     folder_watch: asyncio.Task[None] | None = None
     folder_before = os.stat(folder)
     try:
+        resumed = not setup.resume.nothing
         async with (
+            tracking(folder, setup.name, config, resumed=resumed, warn=terminal.warn) as trackers,
             control,
             launched(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note),
@@ -66,6 +69,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                     config,
                     resume_step=resume.kept_rl,
                     cold_start_step=resume.kept_cold_start,
+                    trackers=trackers,
                     warn=terminal.warn,
                 ) as log,
                 Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,

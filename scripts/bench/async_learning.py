@@ -57,7 +57,7 @@ def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[
             "debug.seed": seed,
             "job.dump_folder": folder,
             "checkpoint.enable": "false",
-            "metrics.enable_tensorboard": "false",
+            "metrics.trackers": "[]",
         }
         run_to_end({**own, **keys})
         lines = metric_lines(Path(folder), "eval", "rl")

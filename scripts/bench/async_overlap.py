@@ -25,7 +25,7 @@ WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as l
     "algorithm.max_dead_steps": 0,  # random weights learn nothing here
     "eval.size": 0,
     "checkpoint.enable": "false",
-    "metrics.enable_tensorboard": "false",
+    "metrics.trackers": "[]",
 }
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},

@@ -88,7 +88,7 @@ def config(**keys: Any) -> Config:
         algorithm=AlgorithmSection(dynamic_sampling=keys.get("dynamic_sampling", False)),
         checkpoint=CheckpointSection(interval=keys.get("interval", 2), keep_latest_k=2),
         fault=FaultSection(snapshot_interval=keys.get("snapshot_interval", 1)),
-        metrics=MetricsSection(enable_tensorboard=False),
+        metrics=MetricsSection(trackers=[]),
     )
 
 

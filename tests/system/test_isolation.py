@@ -80,6 +80,29 @@ def own_paths(run: Run) -> list[Address]:
 
 
 @pytest.mark.skipif(isolation.refusal() != "", reason="this kernel refuses namespaces")
+def test_a_tracker_is_outside_and_no_rank_has_its_key(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", key := "k" * 40)
+    run = runs.start(
+        tmp_path / "run",
+        training__steps=500,
+        metrics__trackers="wandb",
+        parallelism__data_parallel_shard_degree=2,
+        hosts__isolation="require",
+    )
+    run.wait_for_step(1)
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    (tracker,) = (each for each in tree if "titan_rl.record.trackers" in each.cmdline())
+    assert os.readlink(f"/proc/{tracker.pid}/ns/net") == os.readlink("/proc/self/ns/net")
+    outside = (tracker, *tracker.children(recursive=True))
+    inside = {each.pid for each in tree if each not in outside} | set(run.workers().values())
+    assert len(inside) >= 3
+    assert [pid for pid in inside if key in Path(f"/proc/{pid}/environ").read_text()] == []
+
+
+@pytest.mark.skipif(isolation.refusal() != "", reason="this kernel refuses namespaces")
 def test_no_other_user_reaches_a_socket_of_a_run_and_its_reward_reaches_the_network(runs: Runs, tmp_path: Path) -> None:
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -13,6 +13,7 @@ KEYS = {
     "eval_steps": "eval.interval",
     "gradient_checkpointing": "activation_checkpoint.mode",
     "learning_rate": "optimizer.lr",
+    "log_completions": "metrics.sample_interval",
     "loss_type": "algorithm.aggregation",
     "lr_scheduler_type": "lr_scheduler.decay_type",
     "mask_truncated_completions": "algorithm.overlong_filter",
@@ -24,7 +25,9 @@ KEYS = {
     "num_iterations": "algorithm.epochs",
     "output_dir": "job.dump_folder",
     "per_device_train_batch_size": "rollout.groups_per_step",
+    "report_to": "metrics.trackers",
     "reward_funcs": "task.reward",
+    "run_name": "metrics.run_name",
     "save_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_latest_k",
     "scale_rewards": "algorithm.normalize",
@@ -54,12 +57,23 @@ KEYS = {
     "data.train_files": "task.path",
     "data.val_files": "task.eval_path",
     "trainer.default_local_dir": "job.dump_folder",
+    "trainer.experiment_name": "metrics.run_name",
+    "trainer.log_val_generations": "metrics.sample_interval",
+    "trainer.logger": "metrics.trackers",
     "trainer.n_gpus_per_node": "hosts.slots",
     "trainer.nnodes": "hosts.count",
+    "trainer.project_name": "metrics.project",
     "trainer.save_freq": "checkpoint.interval",
     "trainer.test_freq": "eval.interval",
     "trainer.total_epochs": "training.steps",
     "trainer.total_training_steps": "training.steps",
+    # prime-rl
+    "monitors.wandb": "metrics.trackers",
+    "monitors.wandb.name": "metrics.run_name",
+    "monitors.wandb.project": "metrics.project",
+    "wandb": "metrics.trackers",
+    "wandb.name": "metrics.run_name",
+    "wandb.project": "metrics.project",
     # OpenRLHF
     "actor_learning_rate": "optimizer.lr",
     "generate_max_len": "rollout.max_new_tokens",
@@ -69,15 +83,29 @@ KEYS = {
     "prompt_data": "task.path",
     "rollout_batch_size": "rollout.groups_per_step",
     "save_path": "job.dump_folder",
+    "use_tensorboard": "metrics.trackers",
+    "use_wandb": "metrics.trackers",
     "vllm_num_engines": "generator.replicas",
+    "wandb_project": "metrics.project",
+    "wandb_run_name": "metrics.run_name",
 }
 """Dashes are read as underscores, as in our own flags."""
+
+NO_KEY = {
+    "logging_steps": "every step is logged: to metrics.jsonl and metrics.trackers",
+    "monitors.wandb.offline": "set WANDB_MODE=offline in the environment",
+    "trackio_space_id": "set TRACKIO_SPACE_ID in the environment",
+    "wandb.offline": "set WANDB_MODE=offline in the environment",
+}
+"""Settings that need no key here, and what holds instead."""
 
 
 def foreign_hint(name: str) -> str:
     """Return the end of a message about an unknown flag: our key, if another project has a setting of that name."""
-    key = KEYS.get(name.removeprefix("--").replace("-", "_"))
-    return f"; here it is --{key} (docs/environments.md)" if key else ""
+    name = name.removeprefix("--").replace("-", "_")
+    if instead := NO_KEY.get(name):
+        return f"; {instead}"
+    return f"; here it is --{KEYS[name]} (docs/environments.md)" if name in KEYS else ""
 
 
 VALUES = {

@@ -115,7 +115,12 @@ def _skipped(value: bool, task: Mapping[str, Any]) -> dict[str, Any]:
     return {"bad_rows": "drop"} if value else {}
 
 
+def _tensorboard(value: bool, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {} if value else {"trackers": [name for name in metrics.get("trackers", ()) if name != "tensorboard"]}
+
+
 RENAMED = {
+    "metrics.enable_tensorboard": Renamed("metrics", ("trackers",), "job.fresh", _tensorboard),
     "task.on_unfit_rows": Renamed("task", ("bad_rows",), "task.bad_rows", lambda value, _: {"bad_rows": value}),
     "task.skip_bad_rows": Renamed("task", ("bad_rows",), "job.fresh", _skipped),
     "rollout.lag": Renamed("rollout", ("max_staleness_steps",), "rollout.max_staleness_steps", _lag),

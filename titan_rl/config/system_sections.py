@@ -32,8 +32,18 @@ class DebugSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSection:
-    enable_tensorboard: bool = True
-    """Write TensorBoard events."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio", "mlflow". Packages of the last three
+    are extras: pip install 'titan-rl[wandb]'."""
+    project: str = "titan_rl"
+    """The project, or MLflow experiment, that groups this run with others."""
+    run_name: str = ""
+    """Name of the run in the trackers. Empty: the name of job.dump_folder."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run in the trackers."""
+    sample_interval: int = bounds(10, ge=0, le=10**9)
+    """Steps between two tables of samples (prompt, answer, text, reward) in the trackers. 0: texts stay on this
+    machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -390,7 +390,8 @@ def _unknown(section: str, name: str) -> str:
     if removed := REMOVED.get(f"{section}.{name}"):
         return f"[{section}] has no key {name!r} any more; {removed.advice}"
     if section not in schema():
-        return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
+        hint = foreign_hint(f"{section}.{name}") or foreign_hint(section)
+        return f"there is no section [{section}]" + (hint or did_you_mean(section, schema(), "[{}]"))
     if homes := _homes(name):
         return f"[{section}] has no key {name!r}; it is a key of {homes}"
     near = did_you_mean(name, schema()[section])

@@ -13,6 +13,11 @@ from tensorboard.compat.proto.summary_pb2 import (
     Summary,  # pyright: ignore[reportAttributeAccessIssue]
     SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
 )
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.tensor_shape_pb2 import (
+    TensorShapeProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from titan_rl.record.metric_docs import DOCS
@@ -22,7 +27,10 @@ _files = count()  # event files that this process has opened
 
 
 class Curves:
-    """Scalars and histograms. The START event removes the points that an earlier process wrote from `first` on."""
+    """Scalars, histograms and texts.
+
+    The START event removes the points that an earlier process wrote from `first` on.
+    """
 
     def __init__(self, folder: Path, first: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +49,14 @@ class Curves:
         self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._records.flush()
 
+    def text(self, tag: str, step: int, markdown: str) -> None:
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=[markdown.encode()])
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag=f"{tag}/text_summary", metadata=kind, tensor=tensor)
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+        self._records.flush()
+
     def close(self) -> None:
         self._records.close()
 
@@ -56,12 +72,17 @@ class Curves:
 
 
 def histogram(tag: str, counts: Sequence[float]) -> HistogramProto:
-    """Return TensorBoard's histogram of `counts`.
+    """Return TensorBoard's histogram of `counts`."""
+    edges = edges_of(tag, counts)
+    return HistogramProto(min=edges[0], max=edges[-1], num=sum(counts), bucket_limit=edges[1:], bucket=counts)
+
+
+def edges_of(tag: str, counts: Sequence[float]) -> list[float]:
+    """Return the edges of a histogram's buckets.
 
     The buckets of ratios are between RATIO_EDGES; the last has no end and is drawn up to twice its start. The buckets
     of ages are centered on the whole numbers from 0 on.
     """
-    edges = [k - 0.5 for k in range(len(counts) + 1)]
     if tag == "ratio/histogram":
-        edges = [*RATIO_EDGES[:-1], 2 * RATIO_EDGES[-2]]
-    return HistogramProto(min=edges[0], max=edges[-1], num=sum(counts), bucket_limit=edges[1:], bucket=counts)
+        return [*RATIO_EDGES[:-1], 2 * RATIO_EDGES[-2]]
+    return [k - 0.5 for k in range(len(counts) + 1)]

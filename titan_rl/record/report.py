@@ -20,7 +20,7 @@ from titan_rl.diagnosis.watch import WINDOW, Watch
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
-from titan_rl.record.run_log import TENSORBOARD, Kind, RunLog
+from titan_rl.record.run_log import Kind, RunLog
 from titan_rl.record.summary import known_lines, summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
@@ -168,13 +168,11 @@ class Report(SelfClosing):
     def done(self, *, finished: bool) -> None:
         """Write summary.json, and show it if the run is finished."""
         summary = summarize(self._folder, self._name, self._config)
-        self._log.summary(summary)
+        self._log.summary(summary, "finished" if finished else "stopped")
         if finished:
             shown = [(g.prompt, next(r for r in g.rollouts if r.valid)) for g in self._groups[:SAMPLES_SHOWN]]
             rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
-            metrics = self._config.metrics
-            tensorboard = f"tensorboard --logdir {self._folder / TENSORBOARD}"
-            hints = [tensorboard] if metrics.enable_tensorboard else []
+            hints = [*self._log.hints]
             if self._watch.stands_still:
                 hints.append(f"{command(self._folder)}  (no progress: {PAGE})")
             self._terminal.summary(summary, rollouts, self._folder, hints)

@@ -4,6 +4,7 @@
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
     tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
+    trackers.json    ids of the run in its experiment trackers (titan_rl/record/trackers)
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
 lines move to `*.superseded.jsonl` and their points leave TensorBoard's curves, so no step is counted twice.
@@ -15,7 +16,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
+from titan_rl.record.trackers.messages import COLUMNS, State, has_samples, overview, sample_rows
+from titan_rl.record.trackers.tracking import Trackers
 from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.types import Group, Rollout
 
@@ -55,10 +58,11 @@ class RunLog(SelfClosing):
         *,
         resume_step: int | None = None,
         cold_start_step: int | None = None,
+        trackers: Trackers | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.folder, self._warn = folder, warn
-        self._tb = folder / TENSORBOARD if config.metrics.enable_tensorboard else None
+        self.folder, self._config, self._trackers, self._warn = folder, config, trackers, warn
+        self._tb = folder / TENSORBOARD if "tensorboard" in config.metrics.trackers else None
         with must_write(folder / "config.toml"):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(
@@ -70,6 +74,8 @@ class RunLog(SelfClosing):
         """Supersede what this process wrote of later steps, as if another process resumed the run."""
         self.close()
         self._open(resume_step, cold_start_step)
+        if self._trackers is not None:
+            self._trackers.rewind()
 
     def _open(self, resume_step: int | None, cold_start_step: int | None) -> None:
         rl = -1 if resume_step is None else resume_step
@@ -115,6 +121,8 @@ class RunLog(SelfClosing):
         self._rollouts.append(lines())
         line = self._line("rl", step, {**metrics, **histograms})
         self._plot("rl", step, metrics, histograms)
+        if has_samples(step, self._config.metrics.sample_interval):
+            self._show_samples(step, sample_rows(step, groups))
         return checksum([line]), found
 
     def to_disk(self) -> None:
@@ -134,9 +142,17 @@ class RunLog(SelfClosing):
             head = {"kind": kind, "step": step, "time": time.time()}
             self._evaluations.append([encode({**head, **each.line}) for each in found])
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
+    def summary(self, summary: Mapping[str, Any], state: State = "finished") -> None:
         with must_write(self.folder / "summary.json"):
             write_whole(self.folder / "summary.json", json.dumps(strict(summary), indent=2) + "\n")
+        if self._trackers is not None:
+            self._trackers.finish(state, summary)
+
+    @property
+    def hints(self) -> list[str]:
+        """Where to look at the curves."""
+        tensorboard = [f"tensorboard --logdir {self._tb}"] if self._tb else []
+        return tensorboard + (self._trackers.hints if self._trackers is not None else [])
 
     def close(self) -> None:
         for curves in self._curves.values():
@@ -157,19 +173,43 @@ class RunLog(SelfClosing):
         scalars: Mapping[str, float],
         histograms: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Write points to tb/ (RL) or tb/cold_start. Each kind counts its own steps, so a restart purges each alone.
-        Curves that cannot be written end, and the run continues: metrics.jsonl has their points."""
+        """Send points to the trackers, and write them to tb/ (RL) or tb/cold_start. Each kind counts its own steps, so
+        a restart purges each alone."""
+        scalars = {**overview(scalars), **scalars}
+        if self._trackers is not None:
+            self._trackers.log(kind, step, scalars, histograms or {})
         if self._tb is None:
             return
-        try:
+        with self._ends_curves(step):
             if kind not in self._curves:
                 last = self._last[kind]
                 first = step if math.isinf(last) else int(last) + 1
                 self._curves[kind] = Curves(self._tb if kind == "rl" else self._tb / kind, first)
+                self._curves[kind].text("config", first, indented(to_toml(self._config)))
             self._curves[kind].write(step, scalars, histograms or {})
+
+    def _show_samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        if self._trackers is not None:
+            self._trackers.samples(step, rows)
+        if self._tb is not None:
+            samples = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+            texts = ("\n".join(f"{name}: {value}" for name, value in sample.items()) for sample in samples)
+            with self._ends_curves(step):
+                self._curves["rl"].text("samples", step, "\n\n---\n\n".join(map(indented, texts)))
+
+    @contextmanager
+    def _ends_curves(self, step: int) -> Iterator[None]:
+        """Curves that cannot be written end, and the run continues: metrics.jsonl has their points."""
+        try:
+            yield
         except OSError as error:
             self._warn(f"{self._tb} cannot be written: {error.strerror or error}; the curves end at step {step}")
             self._tb = None
+
+
+def indented(text: str) -> str:
+    """Return a text as Markdown that shows it as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]]:

@@ -383,6 +383,24 @@ def test_both_keys_of_bad_rows_are_read(
     assert loaded(tmp_path, f"[task]\n{text}\n", *flags).task.bad_rows == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("enable_tensorboard = true", ["tensorboard"]),
+        ("enable_tensorboard = false", []),
+        ('trackers = ["wandb", "tensorboard"]\nenable_tensorboard = false', ["wandb"]),
+        ('enable_tensorboard = false\ntrackers = ["wandb"]', ["wandb"]),
+    ],
+)
+def test_the_switch_of_tensorboard_is_read(tmp_path: Path, text: str, expected: list[str]) -> None:
+    assert loaded(tmp_path, f"[metrics]\n{text}\n").metrics.trackers == expected
+
+
+def test_a_section_of_another_project_is_answered_with_ours(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, '[wandb]\nproject = "mine"')
+    assert "here it is --metrics.trackers" in problem
+
+
 def test_what_decided_a_runs_files_is_refused_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[model]\nrope_theta = 10000\nmax_seq_len = 4096\n")
     load_of_run(tmp_path)
@@ -413,6 +431,7 @@ def test_every_name_leads_to_a_key_and_none_hides_one() -> None:
     assert set(KEYS.values()) <= ours
     assert not ours & set(KEYS)
     assert foreign_hint("--num-generations") == "; here it is --rollout.group_size (docs/environments.md)"
+    assert foreign_hint("--logging_steps").startswith("; every step is logged")
     assert foreign_hint("oops") == ""
 
 

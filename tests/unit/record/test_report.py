@@ -23,7 +23,7 @@ from titan_rl.wire.types import Group
 GAPS = {"logprob_gap/mean": 0.0, "logprob_gap/max": 0.0, "logprob_gap/mult": 1.0}
 STATS = StepStats(0.5, 1.0, 0.1, 8, 1.0, metrics={**GAPS, "entropy": 1.0})
 FILES = ("metrics.jsonl", "rollouts.jsonl")
-CONFIG = Config(metrics=MetricsSection(enable_tensorboard=False))
+CONFIG = Config(metrics=MetricsSection(trackers=[]))
 
 
 @pytest.fixture(scope="module")

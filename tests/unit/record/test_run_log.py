@@ -234,7 +234,7 @@ def test_what_json_cannot_hold_is_null_and_odd_text_survives(tmp_path: Path) -> 
 
 
 def test_no_events_where_tensorboard_is_off(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "tiny", Config(metrics=MetricsSection(enable_tensorboard=False))) as log:
+    with RunLog(tmp_path, "tiny", Config(metrics=MetricsSection(trackers=[]))) as log:
         train(log, 1, 1)
     assert not (tmp_path / "tb").exists()
 

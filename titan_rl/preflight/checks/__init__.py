@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks import algorithm, folders, hosts, machine, model, rollouts, task
+from titan_rl.preflight.checks import algorithm, folders, hosts, machine, model, rollouts, task, trackers
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
@@ -63,6 +63,8 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
     yield from rollouts.check_environment(config)
     yield from rollouts.check_evaluation(config)
     yield from rollouts.check_sandbox(config)
+    yield from trackers.check_tracker_names(config)
+    yield from trackers.check_tracker_packages(config)
     yield from hosts.check_launch(config)
     yield from hosts.check_hosts(config, gpus.count)
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
@@ -80,14 +82,17 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the problems that a host with other GPUs would not have."""
     config = on_device(config, device_of(config, gpus.count))
-    return [*machine.check_driver(config, gpus), *machine.check_placement(config, usable_shape(config)[0], gpus.count)]
+    return [
+        *machine.check_driver(config, gpus),
+        *machine.check_placement(config, usable_shape(config)[0], gpus.count),
+    ]
 
 
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
-    found += task.data_warnings(config)
+    found += [*task.data_warnings(config), *trackers.tracker_warnings(config)]
     if shape := usable_shape(config)[0]:
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
         found += machine.snapshot_warning(config, shape) if gpus.here else ()
