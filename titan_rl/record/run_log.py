@@ -3,6 +3,7 @@
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
+    evaluation_answers.jsonl  one line per evaluated set: the answers to its first problems, and those that failed
     tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
@@ -24,7 +25,7 @@ import numpy as np
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
-from titan_rl.record.evaluation import Evaluation
+from titan_rl.record.evaluation import ANSWERS, Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.types import Group, Rollout
@@ -75,6 +76,7 @@ class RunLog(SelfClosing):
         self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
         self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
         self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
+        self._answers = open_after(self.folder / ANSWERS, self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float, bad_rows: int = 0) -> None:
@@ -117,6 +119,7 @@ class RunLog(SelfClosing):
     def to_disk(self) -> None:
         """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
         self._rollouts.to_disk()
+        self._answers.to_disk()
         self._evaluations.to_disk()
         self._metrics.to_disk()
 
@@ -129,6 +132,8 @@ class RunLog(SelfClosing):
         """Log what evaluations after a step found, before the step's metrics."""
         if found:
             head = {"kind": kind, "step": step, "time": time.time()}
+            if any(answer.rollout is not None for each in found for answer in each.all):
+                self._answers.append(encode({**head, **each.answers_line()}) for each in found)
             self._evaluations.append([encode({**head, **each.line}) for each in found])
 
     def summary(self, summary: Mapping[str, Any]) -> None:
@@ -139,7 +144,7 @@ class RunLog(SelfClosing):
         for curves in self._curves.values():
             with suppress(OSError):
                 curves.close()
-        for part in (self._metrics, self._rollouts, self._evaluations):
+        for part in (self._metrics, self._rollouts, self._evaluations, self._answers):
             part.close()
 
     def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> bytes:
