@@ -137,14 +137,14 @@ def print_found(chosen: Chosen, evaluations: "Sequence[Evaluation]", options: ar
     from titan_rl.record.terminal import open_console
 
     def worst(evaluation: "Evaluation") -> list[Sample]:
-        samples = Sample.of_evaluation({"step": 0, **evaluation.answers_line(everything=True)})
+        samples = Sample.of_evaluation({"step": -1, **evaluation.answers_line(everything=True)})
         return sorted(samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)[: options.show]
 
     if options.json:
         found = scores_of(chosen, evaluations)
         for evaluation in evaluations if options.show else ():
             name = evaluation.name or HELD_OUT
-            found["sets"][name]["answers"] = [as_data(sample) | {"step": None} for sample in worst(evaluation)]
+            found["sets"][name]["answers"] = [as_data(sample) for sample in worst(evaluation)]
         print(encode(found).decode())
         return
     console = open_console(sys.stdout)

@@ -36,6 +36,7 @@ from titan_rl.record.sample_view import (
     spread,
     token_lines,
     with_opening,
+    wrapped,
 )
 from titan_rl.record.samples import ROLLOUTS, EvaluationAnswers, Sample, Samples
 from titan_rl.record.terminal import open_console
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
         samples = [with_opening(sample, tokenizer) for sample in picture.samples]
         picture = picture._replace(groups=groups, samples=samples)
     if options.json:
+        print(*picture.notes, sep="\n", end="\n" if picture.notes else "", file=sys.stderr)
         for sample in picture.samples:
             print(encode(as_data(sample, tokens=options.tokens)).decode())
     else:
@@ -124,7 +126,9 @@ def parser() -> argparse.ArgumentParser:
     choose.add_argument("--cut-off", action="store_true", help="only samples that a limit on tokens ended")
     choose.add_argument("--failed", action="store_true", help="only samples without a reward")
     choose.add_argument("--sort", choices=list(SORTS), help="order by reward, length, or age of the policy")
-    choose.add_argument("--limit", metavar="N", type=int, help=f"most to show; default: {LIMIT} samples, or 1 group")
+    choose.add_argument(
+        "--limit", metavar="N", type=positive, help=f"most to show; default: {LIMIT} samples, or 1 group"
+    )
     choose.add_argument("--evaluation", metavar="SET", nargs="?", const="", help="answers of evaluations instead")
     how = parser.add_argument_group("how")
     how.add_argument("--group", action="store_true", help="all samples of a prompt: as a table, then each whole")
@@ -133,6 +137,12 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--json", action="store_true", help="one JSON object per sample; with --tokens, its tokens too")
     how.add_argument("--no-pager", action="store_true", help="print to the terminal at once")
     return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text}")
+    return int(text)
 
 
 # -- select ------------------------------------------------------------------------------------------------------------
@@ -155,8 +165,11 @@ def trained(options: argparse.Namespace) -> Picture:
     if plain and len(chosen) == 1 and options.limit is None:
         shown, groups = good_and_bad(samples.of_step(chosen[0])), []
     else:
+        needle = b"" if options.group else needle_of(options.search)
         units = (
-            unit for step in chosen for unit in units_of(samples.of_step(step, options.prompt), matches, options.group)
+            unit
+            for step in chosen
+            for unit in units_of(samples.of_step(step, options.prompt, needle), matches, options.group)
         )
         groups, cut = limited(units, options)
         shown = [sample for group in groups for sample in group]
@@ -236,6 +249,11 @@ def pattern_of(text: str | None) -> re.Pattern[str] | None:
         return re.compile(text[1:-1])
     except re.error as error:
         raise Refused(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
+
+
+def needle_of(text: str | None) -> bytes:
+    """Return bytes that the line of every sample with this text has: JSON may write other characters otherwise."""
+    return text.encode() if text and re.fullmatch(r"[A-Za-z0-9 ._*+=?!-]+", text) else b""
 
 
 def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Iterator[list[Sample]]:
@@ -353,7 +371,8 @@ def lines_of(
             return token_lines(sample, tokenizer, width)
         return sample_lines(sample, width=width, full=options.full, found=pattern_of(options.search))
 
-    yield from (Text(note, "dim") for note in picture.notes)
+    for note in picture.notes:
+        yield from wrapped(Text(note, "dim"), width)
     for group in picture.groups:
         yield Text()
         yield from group_lines(group, width)

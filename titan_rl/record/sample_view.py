@@ -132,12 +132,16 @@ def text_of(message: Mapping[str, Any]) -> str:
     """Return a message's text, with its thinking and its tool calls."""
     parts = [f"[thinking] {thinking}" for key in ("reasoning_content", "reasoning") if (thinking := message.get(key))]
     content = message.get("content")
-    if content and not isinstance(content, str):  # parts, as clients of OpenAI's API send them
+    if isinstance(content, list):  # parts, as clients of OpenAI's API send them
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(text if isinstance(text, str) else "[no text]" for text in texts)
-    parts += [content] if content else []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
+    parts += [str(content)] if content else []
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            parts.append(f"-> {call}")
+            continue
         arguments = function.get("arguments", "")
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         parts.append(f"-> {function.get('name', '?')}({shown})")
@@ -186,7 +190,7 @@ def header(sample: Sample, width: int) -> Iterator[Text]:
     yield from wrapped(_judged(sample), width)
     facts = [f"{sample.sampled} tokens", ending(sample)]
     facts += [f"{len(sample.turns)} turns"] if len(sample.turns) > 1 else []
-    branches = {turn.get("branch") for turn in sample.turns}
+    branches = {str(turn.get("branch")) for turn in sample.turns}
     facts += [f"{len(branches)} branches: the text before a turn was changed"] if len(branches) > 1 else []
     facts += [f"attempt {sample.attempts}"] if sample.attempts > 1 else []
     if not sample.set:
@@ -274,7 +278,7 @@ def wrapped(line: Text, width: int) -> Iterator[Text]:
 def as_data(sample: Sample, *, tokens: bool = False) -> dict[str, Any]:
     """Return a sample as `python -m titan_rl.look --json` prints it; docs/operations.md has the keys."""
     found = {
-        "step": sample.step,
+        "step": sample.step if sample.step >= 0 else None,
         "set": sample.set or None,
         "prompt_id": sample.prompt_id,
         "sample": sample.sample,

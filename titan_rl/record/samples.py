@@ -35,7 +35,7 @@ class Sample:
     per token of all branches, the prompt's included; `versions` has one per sampled token. Evaluations store none of
     these four."""
 
-    step: int
+    step: int  # -1: of no run's step
     prompt_id: int
     group: int  # position in its step
     sample: int  # position in its group
@@ -69,6 +69,8 @@ class Sample:
         counts = [_typed(line[key], int) for key in ("step", "prompt_id", "group", "sample")]
         texts = [_typed(line[key], str) for key in ("prompt", "answer", "text", "finish")]
         lists = {key: _numbers(line[key]) for key in ("tokens", "mask", "logprobs", "versions")}
+        if not all(type(each) is int and each >= 0 for each in (*lists["versions"], *lists["tokens"])):
+            raise TypeError("expected tokens and their versions")
         return cls(
             *counts,
             *texts,
@@ -109,7 +111,8 @@ class Sample:
 
     @property
     def name(self) -> str:
-        of = f"{self.set} at step {self.step}, problem" if self.set else f"step {self.step}, prompt"
+        at = f" at step {self.step}" if self.step >= 0 else ""
+        of = f"{self.set}{at}, problem" if self.set else f"step {self.step}, prompt"
         return f"{of} {self.prompt_id}, sample {self.sample}"
 
     @property
@@ -141,14 +144,15 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROLLOUTS
-        self._ranges: dict[int, tuple[int, int]] = {}  # first byte and end of each step
+        self._ranges: dict[int, list[tuple[int, int]]] = {}  # first byte and end of each step's lines
         self.damaged = 0  # lines
         start = 0
         for line in whole_lines(self._path):
             end = start + len(line)
             if (head := STEP.match(line)) is not None:
-                step = int(head[1])
-                self._ranges[step] = (self._ranges.get(step, (start, 0))[0], end)
+                ranges = self._ranges.setdefault(int(head[1]), [])
+                begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                ranges.append((begin, end))
             else:
                 self.damaged += 1
             start = end
@@ -157,10 +161,11 @@ class Samples:
     def steps(self) -> list[int]:
         return sorted(self._ranges)
 
-    def of_step(self, step: int, prompt_id: int | None = None) -> list[Sample]:
-        """Return a step's samples, or those of one prompt, group by group; none if the run has no such step."""
-        start, end = self._ranges.get(step, (0, 0))
-        return list(self._read(start, end, step, prompt_id))
+    def of_step(self, step: int, prompt_id: int | None = None, needle: bytes = b"") -> list[Sample]:
+        """Return a step's samples, or those of one prompt, group by group; none if the run has no such step. Lines
+        without `needle` are not parsed."""
+        ranges = self._ranges.get(step, ())
+        return [sample for start, end in ranges for sample in self._read(start, end, prompt_id, needle)]
 
     def groups(self, step: int) -> list[list[Sample]]:
         return [list(group) for _, group in groupby(self.of_step(step), key=lambda sample: sample.group)]
@@ -170,15 +175,14 @@ class Samples:
         for step in self.steps:
             yield from self.of_step(step)
 
-    def _read(self, start: int, end: int, step: int, prompt_id: int | None) -> Iterator[Sample]:
+    def _read(self, start: int, end: int, prompt_id: int | None, needle: bytes) -> Iterator[Sample]:
         for line in whole_lines(self._path, start):
             if start >= end:
                 return
             start += len(line)
             head = STEP.match(line)
-            if head is None or int(head[1]) != step:  # counted in the index; another step's
-                continue
-            if prompt_id is not None and head[2] is not None and int(head[2]) != prompt_id:
+            other = head is None or (head[2] is not None and int(head[2]) != prompt_id)
+            if (prompt_id is not None and other) or needle not in line:
                 continue
             try:
                 yield Sample.of(orjson.loads(line))
@@ -236,9 +240,9 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    if not isinstance(value, list):  # a run's own lines, before they are written, have arrays
+    if hasattr(value, "tolist"):  # a run's own lines, before they are written, have arrays
         value = value.tolist()
-    if not set(map(type, value)) <= NUMBERS:
+    if not set(map(type, _typed(value, list))) <= NUMBERS:
         raise TypeError("expected numbers")
     return value
 
