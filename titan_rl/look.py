@@ -63,7 +63,7 @@ SHOWN_METRICS = {
 
 
 class Refused(Exception):
-    """There is nothing to show. str() says what was expected and what was found."""
+    """There is nothing to show. str() names the expected value and the actual one."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
@@ -257,7 +257,7 @@ def needle_of(text: str | None) -> bytes:
 
 
 def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Iterator[list[Sample]]:
-    """Yield what is counted and sorted: single samples that match, or whole groups with one that matches."""
+    """Yield the units to count and sort: single samples that match, or whole groups with one that matches."""
     if not grouped:
         yield from ([sample] for sample in samples if matches(sample))
         return
@@ -305,7 +305,7 @@ def refuse_folder(run: Path) -> None:
 
 
 def without_rollouts(run: Path) -> str:
-    """Return why a run has no samples, and what it has instead."""
+    """Return why a run has no samples, and which files help instead."""
     with suppress(ConfigError, OSError, ValueError):
         algorithm = load_of_run(run).algorithm
         if algorithm.kind != "rl":
@@ -332,7 +332,7 @@ def step_line(run: Path, step: int, last: int) -> str:
             if head.match(line):
                 found = orjson.loads(line)
                 parts = [f"{name} {number(found[key])}" for key, name in SHOWN_METRICS.items() if key in found]
-                return f"step {step} of {last}: {', '.join(parts)}"
+                return f"step {step} of {last}: {', '.join(parts)}" if parts else ""
     return ""
 
 

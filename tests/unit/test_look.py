@@ -90,12 +90,11 @@ def test_flags_select_samples(run: Path, capsys: pytest.CaptureFixture[str], fla
 def test_turns_with_tools_groups_and_tokens_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, run, "--prompt", 31, "--group")
     assert "── step 3, prompt 31: 3 samples, mean reward 0.50 " in out
-    assert '0    1.00       0.50       7    2           let me see -> multiply({"a": 2}) | it is 84'.split() == next(
-        line.split() for line in out.splitlines() if "multiply" in line
-    )
+    row = next(line for line in out.splitlines() if "multiply" in line)
+    assert " ".join(row.split()) == '0 1.00 0.50 8 2 let me see -> multiply({"a": 2}) | it is 84'
     assert 'assistant\n  let me see\n  -> multiply({"a": 2})\ntool multiply\n  84\nassistant\n  it is 84\n' in out
     assert "cut off at max_new_tokens" in out
-    assert "no reward · advantage none" in out
+    assert "no reward\n" in out
     assert "failed: ZeroDivisionError" in out
     assert "<s>12⟦goo" in shown(capsys, run, "--prompt", 30, "--tokens", "--limit", 1)
     assert "d{0.0067}" in shown(capsys, run, "--prompt", 30, "--tokens", "--limit", 1)
@@ -112,10 +111,11 @@ def test_lines_fit_the_columns(run: Path, capsys: pytest.CaptureFixture[str], mo
         assert out.count("word") >= 100
 
 
+@pytest.mark.parametrize(("name", "control"), [("qwen3", "<|im_start|>"), ("header", "<|head|>"), ("phi3", "<|user|>")])
 def test_chats_are_shown_without_control_tokens_and_system_prompts_are_folded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, control: str
 ) -> None:
-    folder = chat_folder(tmp_path / "hf", "chatml")
+    folder = chat_folder(tmp_path / "hf", name)
     tokenizer = TextTokenizer.load(folder)
     messages = [{"role": "system", "content": "rule\n" * 9 + "last rule"}, {"role": "user", "content": "user\nhello"}]
     tokens = tokenizer.chat.prompt(messages)
@@ -125,10 +125,11 @@ def test_chats_are_shown_without_control_tokens_and_system_prompts_are_folded(
         log.step(1, {}, {}, [Group(prompt, [Rollout([Branch([Turn(tokens, sampled)])], "hi", 1.0)])])
     out = shown(capsys, tmp_path)
     assert "<|" not in out
-    assert "system\n  rule\n  rule\n  rule\n  rule\n  ... " in out
+    assert "system\n  " in out
+    assert "  rule\n  rule\n  ... " in out
     assert "user\n  user\n  hello\nassistant\n  hi\n" in out
     assert "last rule" in shown(capsys, tmp_path, "--full")
-    assert "<|im_start|>" in shown(capsys, tmp_path, "--tokens")
+    assert control in shown(capsys, tmp_path, "--tokens")
 
 
 def test_answers_of_evaluations_are_stored_within_bounds_and_superseded(
@@ -150,7 +151,7 @@ def test_answers_of_evaluations_are_stored_within_bounds_and_superseded(
     assert "── hard at step 2, problem 0, sample 0 " in out
     assert "3 tokens · stopped · row rows.jsonl:0\nexpected 1\nprompt\n  0+1=\nassistant\n  answer 0\n" in out
     assert "35 answers of these evaluations are not stored" in out
-    (failed,) = shown(capsys, tmp_path, "--evaluation", "hard", "--failed", "--json").splitlines()[1:]
+    (failed,) = shown(capsys, tmp_path, "--evaluation", "hard", "--failed", "--json").splitlines()[:1]
     assert json.loads(failed).items() >= {"prompt_id": 99, "error": "it hung", "reward": None}.items()
 
 

@@ -18,7 +18,7 @@ from titan_rl.wire.types import Prompt, Rollout
 ANSWERS = "evaluation_answers.jsonl"
 # What an evaluation stores: the answers to its first problems, the first samples of each, and answers that failed.
 STORED_PROBLEMS, STORED_SAMPLES, STORED_FAILURES = 64, 4, 64
-STORED_CHARACTERS = 16_000  # of a text: its first and last half of these
+STORED_CHARACTERS = 16_000  # a longer text loses its middle
 
 
 @dataclass(frozen=True, slots=True)

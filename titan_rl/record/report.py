@@ -29,7 +29,7 @@ from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
 
-SAMPLE_LINES = 12  # of each of the two samples that the end of a run shows
+SAMPLE_LINES = 12  # the end of a run shows at most these of each sample
 LABELS = 16  # characters of the column left of them
 # Seconds: by then the controller has sent the calls with which the next step begins, and an engine prepares its first
 # forward, which needs one core. The forward needs all of them.

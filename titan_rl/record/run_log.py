@@ -3,7 +3,7 @@
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
-    evaluation_answers.jsonl  one line per evaluated set: the answers to its first problems, and those that failed
+    evaluation_answers.jsonl  one line per evaluated set: its first problems' answers, and failed ones
     tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old

@@ -21,7 +21,7 @@ from titan_rl.text.tokenizer import TextTokenizer
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "prompt": "cyan", "assistant": "green"}
 OTHERS = {"tool": "yellow", "ipython": "yellow", "function": "yellow", "model": "green"}
 ROLE = re.compile(rf"({'|'.join([*ROLES, *OTHERS])})\s*(?:\n|$)")
-FOLDED_LINES, FOLDED_CHARACTERS = 4, 400  # of a system prompt
+FOLDED_LINES, FOLDED_CHARACTERS = 4, 400  # a system prompt is cut there
 TABLE_WIDTH = 120
 ENDS = {
     "stop": "stopped",
@@ -36,7 +36,7 @@ PLAIN = Console(width=TABLE_WIDTH)  # Text.wrap asks one for the width of a tab
 
 
 def number(value: float | None) -> str:
-    """Return a number with two decimals, or as many as a small one needs. Zero has no sign."""
+    """Return a number with two decimals; a small one has two digits. Zero has no sign."""
     if value is None:
         return "none"
     text = f"{value:.2f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
@@ -119,7 +119,7 @@ def messages_in(tokens: Sequence[int], tokenizer: TextTokenizer) -> list[dict[st
 
 
 def conversation(sample: Sample) -> list[Mapping[str, Any]]:
-    """Return a sample's messages in order. Its policy's turns are those of the role "assistant"."""
+    """Return a sample's messages in order. The role "assistant" is its policy's."""
     opening: list[Mapping[str, Any]] = [*sample.opening] or [{"role": "prompt", "content": sample.prompt}]
     if sample.messages:
         chat = bool(sample.opening)
@@ -249,7 +249,7 @@ def group_lines(group: Sequence[Sample], width: int) -> Iterator[Text]:
         )
         if sample is not None:
             said = [text_of(m) for m in conversation(sample) if m.get("role") == "assistant"]
-            line.append("  " + visible(" | ".join(said), room))
+            line.append("  " + visible(" ".join(" | ".join(said).split()), room))
         else:
             line.append("  text")
         yield line

@@ -58,7 +58,7 @@ class Sample:
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers of the environment
     messages: Sequence[Mapping[str, Any]] = ()
     error: str = ""
-    set: str = ""  # of an evaluation
+    set: str = ""  # name; empty: a training sample
     where: str = ""  # the row of its data, if it is known
     opening: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, if they are known
 
@@ -162,7 +162,7 @@ class Samples:
         return sorted(self._ranges)
 
     def of_step(self, step: int, prompt_id: int | None = None, needle: bytes = b"") -> list[Sample]:
-        """Return a step's samples, or those of one prompt, group by group; none if the run has no such step. Lines
+        """Return a step's samples, or one prompt's, group by group; none if the run has no such step. Lines
         without `needle` are not parsed."""
         ranges = self._ranges.get(step, ())
         return [sample for start, end in ranges for sample in self._read(start, end, prompt_id, needle)]
@@ -215,7 +215,7 @@ class EvaluationAnswers:
         return sorted({step for step, _ in self._at})
 
     def of_step(self, step: int, name: str = "") -> tuple[list[Sample], int]:
-        """Return the answers after a step, or those of one set, and the number of answers that are not stored."""
+        """Return the answers after a step, or one set's, and the number of answers that are not stored."""
         answers, left_out = list[Sample](), 0
         for at in (at for (n, each), at in self._at.items() if n == step and name in ("", each)):
             try:
