@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from io import StringIO
 from itertools import groupby, islice
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from rich.console import Console
@@ -81,6 +82,10 @@ class Picture(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
+    if options.run is None and options.evaluation:  # --evaluation RUN
+        options.run, options.evaluation = Path(options.evaluation), ""
+    if options.run is None:
+        parser().error("the following arguments are required: RUN")
     try:
         picture = evaluated(options) if options.evaluation is not None else trained(options)
         tokenizer = tokenizer_of(options.run)
@@ -111,6 +116,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
+        usage="%(prog)s RUN [flags]",
         description="Read a run's samples: the prompts, the policy's answers turn by turn, and how they were judged. "
         "Without flags: one good and one bad sample of the last step. Nothing is changed, and the run may be active.",
         epilog="--prompt, --search, --failed and --cut-off look through all steps, the newest first, unless --step "
@@ -118,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         "is nothing, 2 bad usage. docs/operations.md has examples and the keys of --json.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="dump folder of the run")
     choose = parser.add_argument_group("which samples")
     choose.add_argument("--step", metavar="N|first|last|A-B", help="step, or steps; default: the last")
     choose.add_argument("--prompt", metavar="ID", type=int, help="one prompt's samples")
@@ -394,27 +400,32 @@ def pager_command() -> list[str]:
 
 def paged(lines: Iterator[Text], command: Sequence[str], console: Console) -> None:
     """Print through a pager. Of the default options of less, -F ends it at once if all fits on the screen."""
-    environ: dict[str, str] = {"LESS": "FRX", **os.environ}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ, text=True, errors="replace") as pager:
-        assert pager.stdin is not None
-        with suppress(BrokenPipeError, KeyboardInterrupt):
-            through = console_to(pager.stdin, console)
-            for line in lines:
-                through.print(line, soft_wrap=True)
-            pager.stdin.flush()
-        with suppress(BrokenPipeError):
-            pager.stdin.close()
-        while pager.poll() is None:
-            with suppress(KeyboardInterrupt):  # it goes to the pager too, which decides
-                pager.wait()
-
-
-def console_to(file: IO[str], like: Console) -> Console:
-    system: Any = like.color_system
-    quiet: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
-    return Console(
-        file=file, width=like.width, force_terminal=True, color_system=system, no_color=like.no_color, **quiet
+    buffer = StringIO()  # rich ends the process where it writes to a pager that has ended
+    system: Any = console.color_system
+    through = Console(
+        file=buffer,
+        width=console.width,
+        force_terminal=True,
+        color_system=system,
+        no_color=console.no_color,
+        markup=False,
+        emoji=False,
+        highlight=False,
     )
+    environ: dict[str, str] = {"LESS": "FRX", **os.environ}
+    pager = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
+    assert pager.stdin is not None
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        for line in lines:
+            through.print(line, soft_wrap=True)
+            pager.stdin.write(buffer.getvalue().encode(errors="backslashreplace"))
+            buffer.seek(0)
+            buffer.truncate()
+    with suppress(BrokenPipeError):
+        pager.stdin.close()
+    while pager.poll() is None:
+        with suppress(KeyboardInterrupt):  # the pager gets it too, and decides
+            pager.wait()
 
 
 if __name__ == "__main__":
