@@ -306,7 +306,7 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
 def refuse_folder(run: Path) -> None:
     if not run.is_dir():
         raise Refused(f"RUN: expected the dump folder of a run, found no folder {run}")
-    if not any((run / name).exists() for name in ("config.toml", ROLLOUTS, ANSWERS)):
+    if not in_use(run) and not any((run / name).exists() for name in ("config.toml", ROLLOUTS, ANSWERS)):
         raise Refused(f"RUN: expected the dump folder of a run, found no config.toml in {run}")
 
 
@@ -338,7 +338,8 @@ def step_line(run: Path, step: int, last: int) -> str:
             if head.match(line):
                 found = orjson.loads(line)
                 parts = [f"{name} {number(found[key])}" for key, name in SHOWN_METRICS.items() if key in found]
-                return f"step {step} of {last}: {', '.join(parts)}" if parts else ""
+                name = f"step {step}, the last" + (f" is {last}" if step < last else "")
+                return f"{name}: {', '.join(parts)}" if parts else ""
     return ""
 
 

@@ -83,7 +83,7 @@ def test_the_audit_finds_nothing_wrong(whole: RunFiles, capsys: pytest.CaptureFi
 
 def test_a_finished_run_can_be_read(whole: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
     assert look([str(whole.folder)]) == 0
-    assert "step 8 of 8: reward " in capsys.readouterr().out
+    assert "step 8, the last: reward " in capsys.readouterr().out
     assert look([str(whole.folder), "--evaluation", "--step", "8", "--limit", "99", "--json"]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rewards = next(line for line in whole.lines("evaluations.jsonl", "eval") if line["step"] == 8)["rewards"]

@@ -57,7 +57,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0)
 
 def test_without_flags_it_shows_a_good_and_a_bad_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, run)
-    assert "step 3 of 3: reward 0.50" in out
+    assert "step 3, the last: reward 0.50" in out
     assert "reward 1.00 (exact 1.00) · advantage 0.50\n4 tokens · stopped · policy age 2\nexpected 640\n" in out
     assert "prompt\n  12+34=\nassistant\n  good\n" in out
     assert r"bad\x1b[31m" in out
