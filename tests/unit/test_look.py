@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     characters.build(tmp_path / "model")
     with RunLog(tmp_path, "tiny", Config()) as log:
         for step in (1, 2, 3):
-            first = [rollout("good", 1.0, parts={"exact": 1.0}), rollout("bad\x1b[31m", version=step - 1)]
+            first = [rollout("good", 1.0, parts={"exact": 1.0}), rollout("bad\x1b[31m\ud800", version=step - 1)]
             second = [rollout("it is 84", 1.0, messages=TALK), rollout("so long", finish="length")]
             failed = rollout("", math.nan, unrewarded="ZeroDivisionError: division by zero")
             groups = [
@@ -60,7 +60,7 @@ def test_without_flags_it_shows_a_good_and_a_bad_sample(run: Path, capsys: pytes
     assert "step 3, the last: reward 0.50" in out
     assert "reward 1.00 (exact 1.00) · advantage 0.50\n4 tokens · stopped · policy age 2\nexpected 640\n" in out
     assert "prompt\n  12+34=\nassistant\n  good\n" in out
-    assert r"bad\x1b[31m" in out
+    assert r"bad\x1b[31m\ud800" in out
     assert "\x1b" not in out
     assert out.count("── step") == 2
 
@@ -174,3 +174,31 @@ def test_what_cannot_be_shown_is_named(run: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(("value", "text"), [(-0.0, "0.00"), (-0.001, "-0.001"), (1.25, "1.25"), (None, "none")])
 def test_numbers_have_no_negative_zero(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_a_chat_of_several_turns_is_shown_once_with_the_tools_that_its_policy_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = TextTokenizer.load(chat_folder(tmp_path / "hf", "qwen3"))
+    question = [{"role": "user", "content": "2 times 42?"}]
+    schema = {"name": "multiply", "description": "of two numbers", "parameters": {"type": "object", "properties": {}}}
+    tokens = tokenizer.chat.prompt(question, [{"type": "function", "function": schema}])
+    bare = tokenizer.chat.prompt(question)  # the prompt of the task has no tools
+
+    def turn(index: int, read: list[int]) -> Turn:
+        said = [*tokenizer.encode("hm"), tokenizer.eos]
+        return Turn(read, Completion(said, [0.0] * len(said), [0] * len(said), "stop"), index=index)
+
+    branch = Branch([turn(0, tokens), turn(1, tokenizer.encode("84"))])
+    played = Rollout([branch], "it is 84", 1.0, messages=[*question, *TALK])
+    prompt = Prompt(0, tokenizer.decode(bare, skip_special=False), bare, "84", messages=question)
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.step(1, {}, {}, [Group(prompt, [played])])
+        answer = Answer(1.0, tokens=4, rollout=played)
+        log.evaluations(1, [Evaluation("", {0: [answer]}, 1.0, {0: prompt})])
+    out = shown(capsys, tmp_path, "--full")
+    assert "multiply" in out[: out.index("2 times 42?")]
+    said = out[out.index("user\n") :]
+    turns = 'assistant\n  let me see\n  -> multiply({"a": 2})\ntool multiply\n  84\nassistant\n  it is 84\n'
+    assert said == f"user\n  2 times 42?\n{turns}"
+    assert shown(capsys, tmp_path, "--evaluation").endswith(f"user\n  2 times 42?\n{turns}")

@@ -6,6 +6,7 @@ A run of 1,000 steps can have gigabytes of rollouts, so that only the index of a
 memory at a time. Lines of other versions may lack newer keys; damaged lines are counted and left out.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,8 +186,8 @@ class Samples:
             if (prompt_id is not None and other) or needle not in line:
                 continue
             try:
-                yield Sample.of(orjson.loads(line))
-            except (ValueError, KeyError, TypeError):
+                yield Sample.of(_object(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 self.damaged += 1
 
 
@@ -200,9 +201,9 @@ class EvaluationAnswers:
         start = 0
         for line in whole_lines(self._path):
             try:
-                found = orjson.loads(line)
+                found = _object(line)
                 self._at[_typed(found["step"], int), _typed(found["set"], str)] = start
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 self.damaged += 1
             start += len(line)
 
@@ -219,12 +220,20 @@ class EvaluationAnswers:
         answers, left_out = list[Sample](), 0
         for at in (at for (n, each), at in self._at.items() if n == step and name in ("", each)):
             try:
-                line = orjson.loads(next(whole_lines(self._path, at)))
+                line = _object(next(whole_lines(self._path, at)))
                 answers += Sample.of_evaluation(line)
                 left_out += _typed(line["left_out"], int)
-            except (ValueError, KeyError, TypeError, StopIteration):
+            except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
                 self.damaged += 1
         return answers, left_out
+
+
+def _object(line: bytes) -> Any:
+    """Return the value of a line of JSON. orjson refuses lone surrogates, which a policy can write."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
 
 
 def _typed(value: Any, kind: type) -> Any:
