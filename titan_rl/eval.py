@@ -4,7 +4,7 @@ Exit codes: 0 evaluated, 1 it failed, or a set has no score, 2 bad usage, 130 st
 """
 
 import argparse
-import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         options, other_arguments = parser().parse_known_args(argv)
         chosen = choose(options.target, options.step, options.config, overrides_of(other_arguments))
         config, default = with_sets(chosen.config, options)
-        return in_own_network(PROG, config, lambda scratch: evaluate(chosen, config, default, options.json, scratch))
+        return in_own_network(PROG, config, lambda scratch: evaluate(chosen, config, default, options, scratch))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", metavar="T", type=float, help="of the sampling; 0: greedy")
     parser.add_argument("--size", metavar="N", type=int, help="first problems of each set; 0: all")
     parser.add_argument("--reward", metavar="NAME", help="reward, as task.eval_reward")
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON, and the progress to stderr")
+    shown = "also show N answers of each set whole: the failed ones first, then those of the lowest reward"
+    parser.add_argument("--show", metavar="N", type=int, default=0, help=shown)
+    printed = "print the scores, and the answers of --show, as JSON, and the progress to stderr"
+    parser.add_argument("--json", action="store_true", help=printed)
     return parser
 
 
@@ -105,10 +108,10 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     return replace(config, eval=replace(config.eval, sets=tables)), default
 
 
-def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scratch: Path) -> int:
+def evaluate(chosen: Chosen, config: Config, default: bool, options: argparse.Namespace, scratch: Path) -> int:
     from titan_rl.record.terminal import Terminal, open_console
 
-    terminal = Terminal(open_console(sys.stderr) if as_json else None)
+    terminal = Terminal(open_console(sys.stderr) if options.json else None)
     if chosen.folder is None:
         refuse_sets(config)  # before an export of half a minute
     with terminal.phase(f"weights: {chosen.name}"):
@@ -126,10 +129,33 @@ def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scrat
 
     code = drive(work, terminal)
     if evaluations:
-        print(json.dumps(as_data(chosen, evaluations))) if as_json else open_console(sys.stdout).print(
-            table(evaluations)
-        )
+        print_found(chosen, evaluations, options)
     return code
+
+
+def print_found(chosen: Chosen, evaluations: "Sequence[Evaluation]", options: argparse.Namespace) -> None:
+    """Print the scores, and the worst answers of each set if they are asked for."""
+    from titan_rl.record.lines import encode
+    from titan_rl.record.sample_view import as_data, sample_lines
+    from titan_rl.record.samples import Sample
+    from titan_rl.record.terminal import open_console
+
+    def worst(evaluation: "Evaluation") -> list[Sample]:
+        samples = Sample.of_evaluation({"step": -1, **evaluation.answers_line(everything=True)})
+        return sorted(samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)[: options.show]
+
+    if options.json:
+        found = scores_of(chosen, evaluations)
+        for evaluation in evaluations if options.show else ():
+            name = evaluation.name or HELD_OUT
+            found["sets"][name]["answers"] = [as_data(sample) for sample in worst(evaluation)]
+        print(encode(found).decode())
+        return
+    console = open_console(sys.stdout)
+    console.print(table(evaluations))
+    for sample in (sample for evaluation in evaluations for sample in worst(evaluation)):
+        for line in ["", *sample_lines(sample, width=console.width if console.is_terminal else 0)]:
+            console.print(line, soft_wrap=True)
 
 
 async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
@@ -157,7 +183,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
     return evaluations
 
 
-def as_data(chosen: Chosen, evaluations: "Sequence[Evaluation]") -> dict[str, Any]:
+def scores_of(chosen: Chosen, evaluations: "Sequence[Evaluation]") -> dict[str, Any]:
     sets = {e.name or HELD_OUT: {"problems": e.size, "metrics": e.metrics, **e.line} for e in evaluations}
     return {"weights": chosen.name, "sets": sets}
 

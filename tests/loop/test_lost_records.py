@@ -76,9 +76,9 @@ def test_what_a_folder_lost_is_named_before_anything_is_trained(
     assert any(note in each for each in notes), notes
 
 
-def evaluations(change: Callable[[str], str]) -> Callable[[Path], None]:
+def evaluations(change: Callable[[str], str], name: str = "evaluations.jsonl") -> Callable[[Path], None]:
     def forge(folder: Path) -> None:
-        path = folder / "evaluations.jsonl"
+        path = folder / name
         path.write_text("".join(change(line) for line in path.read_text().splitlines(keepends=True)))
 
     return forge
@@ -100,6 +100,14 @@ def summary(**values: float) -> Callable[[Path], None]:
         (
             evaluations(lambda line: line.replace('"step":6', '"step":5')),
             "an evaluation of step 5, which metrics.jsonl",
+        ),
+        (
+            evaluations(lambda line: line.replace('"reward":0.0', '"reward":1.0'), "evaluation_answers.jsonl"),
+            "sample 0 has the reward 1.0, 0.0 in evaluations.jsonl",
+        ),
+        (
+            evaluations(lambda line: line.replace('"step":6', '"step":5'), "evaluation_answers.jsonl"),
+            "answers of step 5, of which evaluations.jsonl has no evaluation",
         ),
         (summary(final_eval=1.0), "summary.json: final_eval is 1.0, "),
         (summary(steps=3), "summary.json: 3 steps, the ledger has 8"),

@@ -1,11 +1,13 @@
 """What one small uninterrupted run leaves in its folder."""
 
+import json
 from typing import Any
 
 import pytest
 
 from support.running import WHOLE, RunFiles, Runs
 from titan_rl.audit import main
+from titan_rl.look import main as look
 
 TIGHT = 1e-5  # mean log-prob gap between trainer and generator
 
@@ -77,3 +79,13 @@ def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: RunFiles) 
 def test_the_audit_finds_nothing_wrong(whole: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(whole.folder)]) == 0
     assert capsys.readouterr().out.startswith("nothing lost, nothing twice, nothing stale: 32 prompts")
+
+
+def test_a_finished_run_can_be_read(whole: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
+    assert look([str(whole.folder)]) == 0
+    assert "step 8, the last: reward " in capsys.readouterr().out
+    assert look([str(whole.folder), "--evaluation", "--step", "8", "--limit", "99", "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rewards = next(line for line in whole.lines("evaluations.jsonl", "eval") if line["step"] == 8)["rewards"]
+    assert {str(each["prompt_id"]): [each["reward"]] for each in answers} == rewards
+    assert all(each["messages"][-1]["role"] == "assistant" for each in answers)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.evaluation import ANSWERS
 from titan_rl.record.ledger import NAME, digest, read_checksum
 from titan_rl.record.lines import fields, invalid, is_number, is_text, list_of, objects, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
@@ -39,6 +40,7 @@ EVALUATION = fields(
     set=is_text,
     rewards=lambda value: isinstance(value, dict) and all(map(_rewards, value.values())),
 )
+STORED = fields("step left_out", kind=is_text, set=is_text, problems=lambda value: isinstance(value, list))
 
 
 def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tuple[list[str], str]:
@@ -278,6 +280,38 @@ def exports_whole(history: History) -> Iterator[str]:
             yield f"{path.name}: {why}"
 
 
+def answers_agree(history: History) -> Iterator[str]:
+    """The stored answers have the rewards of evaluations.jsonl."""
+    if not all((history.folder / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
+        return
+    rewards = {
+        (line["kind"], line["step"], line["set"]): line["rewards"]
+        for _, _, line in objects(history.folder / EVALUATIONS, EVALUATION)
+        if isinstance(line, dict)
+    }
+    for at, _, line in objects(history.folder / ANSWERS, STORED):
+        if isinstance(line, str):
+            yield line
+            continue
+        found = rewards.get((line["kind"], line["step"], line["set"]))
+        if found is None:
+            if history.written(line["step"]):
+                yield f"{at}: answers of step {line['step']}, of which {EVALUATIONS} has no evaluation"
+            continue
+        try:
+            stored = {
+                (str(p["problem"]), a["sample"]): (a["reward"], found[str(p["problem"])][a["sample"]])
+                for p in line["problems"]
+                for a in p["answers"]
+            }
+        except (KeyError, IndexError, TypeError) as error:
+            yield f"{at}: {type(error).__name__}: {error}"
+            continue
+        for (problem, sample), (reward, expected) in stored.items():
+            if reward != expected:
+                yield f"{at}: problem {problem}, sample {sample} has the reward {reward}, {expected} in {EVALUATIONS}"
+
+
 def scores_agree(history: History) -> Iterator[str]:
     """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
     metrics = [line for _, _, line in objects(history.folder / METRICS, METRIC) if isinstance(line, dict)]
@@ -371,5 +405,5 @@ def _rl_steps(path: Path) -> set[int]:
 
 Rule = Callable[[History], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
-NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree)
+NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree, answers_agree)
 RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, *NOT_OF_A_COPY)

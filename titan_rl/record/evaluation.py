@@ -6,7 +6,7 @@ score. How many there were is reported next to every score, and each is named. A
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -14,6 +14,12 @@ from typing import Any
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import Estimate, estimate, ks_of, pass_at
 from titan_rl.wire.counted import counted
+from titan_rl.wire.types import Prompt, Rollout
+
+ANSWERS = "evaluation_answers.jsonl"
+# What an evaluation stores: the answers to its first problems, the first samples of each, and answers that failed.
+STORED_PROBLEMS, STORED_SAMPLES, STORED_FAILURES = 64, 4, 64
+STORED_CHARACTERS = 16_000  # a longer text loses its middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,7 @@ class Answer:
     why: str = ""  # it has none
     tokens: int = 0  # sampled
     truncated: bool = False
+    rollout: Rollout | None = None  # None: nothing was sampled
 
     @property
     def failed(self) -> bool:
@@ -42,6 +49,7 @@ class Evaluation:
     name: str
     answers: Mapping[int, Sequence[Answer]]  # by problem; all have equally many
     correct_at: float = 1.0
+    prompts: Mapping[int, Prompt] = field(default_factory=dict)  # by problem
 
     @property
     def samples(self) -> int:
@@ -108,6 +116,24 @@ class Evaluation:
             "failures": [{"problem": p, "sample": j, "why": why} for p, j, why in self.failures],
         }
 
+    def answers_line(self, *, everything: bool = False) -> dict[str, Any]:
+        """Return the line of evaluation_answers.jsonl, without its step: answers to read, and how many are left out;
+        none if `everything` is wanted."""
+        problems, stored, failures = list[dict[str, Any]](), 0, 0
+        for number, (p, answers) in enumerate(self.answers.items()):
+            chosen = list[dict[str, Any]]()
+            for j, answer in enumerate(answers):
+                early = everything or (number < STORED_PROBLEMS and j < STORED_SAMPLES)
+                if answer.rollout is None or not (early or (answer.failed and failures < STORED_FAILURES)):
+                    continue
+                failures += answer.failed and not early
+                chosen.append(_stored(j, answer, answer.rollout))
+            if chosen:
+                problems.append({**_problem(self.prompts[p]), "answers": chosen})
+                stored += len(chosen)
+        name = self.name or "heldout"
+        return {"set": name, "left_out": self.size * self.samples - stored, "problems": problems}
+
     def __str__(self) -> str:
         if self.hopeless:
             return f"no score: none of {self.size * self.samples} answers has a reward"
@@ -118,3 +144,25 @@ class Evaluation:
 
 def metrics_of(evaluations: Sequence[Evaluation]) -> dict[str, float]:
     return {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
+
+
+def _problem(prompt: Prompt) -> dict[str, Any]:
+    """Return a problem as it is stored. A chat has its messages; else its text is what the policy read."""
+    found = {"problem": prompt.id, "where": prompt.where, "prompt": _clipped(prompt.text), "answer": prompt.answer}
+    return found | ({"messages": _messages(prompt.messages)} if prompt.messages else {})
+
+
+def _stored(sample: int, answer: Answer, rollout: Rollout) -> dict[str, Any]:
+    found = {"sample": sample, "reward": answer.reward, "error": answer.why, "tokens": answer.tokens}
+    found |= {"finish": rollout.finish, "status": rollout.status, "text": _clipped(rollout.text)}
+    return found | ({"messages": _messages(rollout.messages)} if rollout.messages else {})
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: _clipped(value) if isinstance(value, str) else value for key, value in m.items()} for m in messages]
+
+
+def _clipped(text: str) -> str:
+    """Return a text without its middle if it is too long to store."""
+    half, left_out = STORED_CHARACTERS // 2, len(text) - STORED_CHARACTERS
+    return text if left_out <= 0 else f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"

@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.text import Text
 
 from titan_rl.config.sections import Config
 from titan_rl.diagnosis.findings import PAGE, command
@@ -20,14 +22,17 @@ from titan_rl.diagnosis.watch import WINDOW, Watch
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
-from titan_rl.record.run_log import Kind, RunLog
+from titan_rl.record.run_log import Kind, RunLog, rollout_lines
+from titan_rl.record.sample_view import brief_lines, good_and_bad
+from titan_rl.record.samples import Sample, opening_of
 from titan_rl.record.summary import known_lines, summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
 
-SAMPLES_SHOWN = 3
+SAMPLE_LINES = 12  # the end of a run shows at most these of each sample
+LABELS = 16  # characters of the column left of them
 # Seconds: by then the controller has sent the calls with which the next step begins, and an engine prepares its first
 # forward, which needs one core. The forward needs all of them.
 SOON = 0.005
@@ -44,7 +49,7 @@ class Report(SelfClosing):
         self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
         self._watch = Watch(config)
-        self._groups: Sequence[Group] = ()
+        self._step, self._groups = 0, list[Group]()  # the last one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="report")
         self._unwritten: Callable[[], Written] | None = None  # writes the last step
         self._lines: Future[Written] | None = None  # the last step's, until `written` returns them
@@ -84,7 +89,7 @@ class Report(SelfClosing):
     ) -> None:
         """Report an RL step, after `written` has returned the one before. Its lines are written soon, by a thread."""
         lap = self._clock.lap()
-        self._groups = groups
+        self._step, self._groups = step, list(groups)
 
         def write() -> Written:
             scores = metrics_of(evaluations)
@@ -170,9 +175,17 @@ class Report(SelfClosing):
         summary = summarize(self._folder, self._name, self._config)
         self._log.summary(summary, "finished" if finished else "stopped")
         if finished:
-            shown = [(g.prompt, next(r for r in g.rollouts if r.valid)) for g in self._groups[:SAMPLES_SHOWN]]
-            rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
             hints = [*self._log.hints]
             if self._watch.stands_still:
                 hints.append(f"{command(self._folder)}  (no progress: {PAGE})")
-            self._terminal.summary(summary, rollouts, self._folder, hints)
+            self._terminal.summary(summary, self._samples(), self._folder, hints)
+
+    def _samples(self) -> list[Text]:
+        """Return lines of a good and a bad sample of the last step; none if no step ran."""
+        lines, width = list[Text](), min(100, self._terminal.width - LABELS)
+        prompts = {number: group.prompt for number, group in enumerate(self._groups)}
+        written = [Sample.of(line) for line in rollout_lines(self._step, self._groups)]
+        for sample in good_and_bad(written):
+            opening = opening_of(prompts[sample.group].messages, sample.messages)
+            lines += [*brief_lines(replace(sample, opening=opening), width, SAMPLE_LINES), Text()]
+        return [*lines, Text(f"all of them: python -m titan_rl.look {self._folder}", "dim")] if lines else []

@@ -3,6 +3,7 @@
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
+    evaluation_answers.jsonl  one line per evaluated set: its first problems' answers, and failed ones
     tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
     trackers.json    ids of the run in its experiment trackers (titan_rl/record/trackers)
 
@@ -25,7 +26,7 @@ import numpy as np
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
-from titan_rl.record.evaluation import Evaluation
+from titan_rl.record.evaluation import ANSWERS, Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.record.trackers.messages import COLUMNS, State, has_samples, overview, sample_rows
 from titan_rl.record.trackers.tracking import Trackers
@@ -84,6 +85,7 @@ class RunLog(SelfClosing):
         self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
         self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
         self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
+        self._answers = open_after(self.folder / ANSWERS, self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float, bad_rows: int = 0) -> None:
@@ -128,6 +130,7 @@ class RunLog(SelfClosing):
     def to_disk(self) -> None:
         """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
         self._rollouts.to_disk()
+        self._answers.to_disk()
         self._evaluations.to_disk()
         self._metrics.to_disk()
 
@@ -140,6 +143,8 @@ class RunLog(SelfClosing):
         """Log what evaluations after a step found, before the step's metrics."""
         if found:
             head = {"kind": kind, "step": step, "time": time.time()}
+            if any(answer.rollout is not None for each in found for answer in each.all):
+                self._answers.append(encode({**head, **each.answers_line()}) for each in found)
             self._evaluations.append([encode({**head, **each.line}) for each in found])
 
     def summary(self, summary: Mapping[str, Any], state: State = "finished") -> None:
@@ -158,7 +163,7 @@ class RunLog(SelfClosing):
         for curves in self._curves.values():
             with suppress(OSError):
                 curves.close()
-        for part in (self._metrics, self._rollouts, self._evaluations):
+        for part in (self._metrics, self._rollouts, self._evaluations, self._answers):
             part.close()
 
     def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> bytes:

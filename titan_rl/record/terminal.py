@@ -19,7 +19,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -108,6 +108,10 @@ class Terminal:
         self._step_times: deque[tuple[int, float]] = deque(maxlen=HEADER_EVERY)  # steps and when they were reported
         self._reported: set[str] = set()
 
+    @property
+    def width(self) -> int:
+        return self._console.width
+
     def plan(self, plan: RunPlan) -> None:
         self._print(plan_view(plan))
 
@@ -168,17 +172,17 @@ class Terminal:
     def summary(
         self,
         summary: Mapping[str, Any],
-        rollouts: Sequence[tuple[str, str, float, str]],
+        samples: Sequence[Text],
         folder: Path,
         hints: Sequence[str],
     ) -> None:
-        """Print the end of a run. A rollout is its prompt, text, reward and answer."""
+        """Print the end of a run. `samples` are lines; none: no step ran."""
         title = f"finished: {summary['steps']} steps in {duration(summary['wall_seconds'])}"
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
             ("log-prob gap", log_prob_gap(summary["logprob_gap"])),
-            ("samples", samples(rollouts)),
+            *([("samples", Group(*samples))] if samples else []),
             ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
             ("next", Text("\n".join(hints))),
         ]
@@ -329,14 +333,6 @@ def log_prob_gap(gap: Mapping[str, float | None]) -> Text:
     if gap["mean"] is None or gap["max"] is None:
         return Text("no step, no gap", "dim")
     return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max", "" if gap["mean"] <= GAP_MEAN else "yellow")
-
-
-def samples(rollouts: Sequence[tuple[str, str, float, str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for prompt, text, reward, answer in rollouts:
-        sampled, expected = Text(visible(text, 24), "bold"), Text(f"answer {visible(answer, 10)}", "dim")
-        table.add_row(Text(visible(prompt, 28)), sampled, f"reward {reward:z.2f}", expected)
-    return table
 
 
 def visible(text: str, width: int) -> str:

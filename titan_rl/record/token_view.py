@@ -1,12 +1,15 @@
 """Shows a conversation on the terminal, token by token: read, sampled and control tokens."""
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.text import Text
 
 from titan_rl.text.tokenizer import TextTokenizer
 
 STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
+UNLIKELY, UNLIKELY_STYLE = 0.1, "bold red"  # below this probability a sampled token is marked
 
 
 def shown(title: str, tokenizer: TextTokenizer, turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Text:
@@ -26,6 +29,35 @@ def shown(title: str, tokenizer: TextTokenizer, turns: Sequence[tuple[Sequence[i
             if kind == "sampled":
                 text.append("⟧", "dim")
     return text
+
+
+def conversation_tokens(
+    tokenizer: TextTokenizer, tokens: Sequence[int], mask: Sequence[int], logprobs: Sequence[float | None]
+) -> Text:
+    """Return a rollout as its policy read and sampled it: sampled turns in brackets, and the probability behind each
+    sampled token that was unlikely."""
+    control, text = tokenizer.control_ids, Text()
+    text.append("⟦sampled⟧", STYLES["sampled"]).append(", control tokens", STYLES["control"])
+    text.append(f", {{probability}} of a sampled token below {UNLIKELY:g}\n", UNLIKELY_STYLE)
+    for is_sampled, group in groupby(zip(tokens, mask, logprobs, strict=False), key=lambda each: bool(each[1])):
+        text.append("⟦", "dim") if is_sampled else None
+        for unlikely, run in groupby(group, key=lambda each: is_sampled and _unlikely(each[2])):
+            for part in [[each] for each in run] if unlikely else [list(run)]:
+                for ids, is_control in _runs([token for token, _, _ in part], control):
+                    kind = UNLIKELY_STYLE if unlikely else STYLES["control" if is_control else _kind(is_sampled)]
+                    text.append(printed(tokenizer.decode(ids, skip_special=False)), kind)
+                if unlikely:
+                    text.append(f"{{{math.exp(part[0][2] or 0.0):.2g}}}", UNLIKELY_STYLE)
+        text.append("⟧", "dim") if is_sampled else None
+    return text
+
+
+def _kind(is_sampled: bool) -> str:
+    return "sampled" if is_sampled else "read"
+
+
+def _unlikely(logprob: float | None) -> bool:
+    return logprob is not None and logprob < math.log(UNLIKELY)
 
 
 def _runs(tokens: Sequence[int], control: frozenset[int]) -> list[tuple[list[int], bool]]:

@@ -49,7 +49,7 @@ class Problems:
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         found = iter(await asyncio.gather(*(one(*each) for each in asked)))
         answers = {prompt.id: [next(found) for _ in range(self.samples)] for prompt in self.prompts}
-        evaluation = Evaluation(self.name, answers, self.correct_at)
+        evaluation = Evaluation(self.name, answers, self.correct_at, {prompt.id: prompt for prompt in self.prompts})
         of = f"eval.sets.{self.name}: " if self.name else ""
         if unsound := judging.unsound:
             what = f"{of}{len(unsound)} of {len(asked)} evaluated answers have log-probs that are not finite"
@@ -92,7 +92,7 @@ class Judging:
                 named = isinstance(error, Unrewarded)  # it names the error itself
                 why = str(error) if named else f"{type(error).__name__}: {error}"
         self.failures.extend([why] if why else [])
-        return Answer(reward, why, rollout.sampled, rollout.truncated)
+        return Answer(reward, why, rollout.sampled, rollout.truncated, rollout)
 
     async def _reward(self, prompt: Prompt, rollout: Rollout) -> float:
         """Return the reward, or raise why there is none after the last attempt."""

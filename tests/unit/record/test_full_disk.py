@@ -176,7 +176,7 @@ def test_the_lines_of_a_step_are_on_disk_before_its_checkpoint(tmp_path: Path, m
         log.startup(0, 1.0)
         monkeypatch.setattr("os.fsync", fsync)
         log.to_disk()
-        assert synced == ["rollouts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
+        assert synced == ["rollouts.jsonl", "evaluation_answers.jsonl", "evaluations.jsonl", "metrics.jsonl"]
 
 
 def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,23 @@ async def test_a_step_that_cannot_be_written_fails_the_next_call_by_name(
                 call()
         say(report, 2, groups)
         report.close()  # as at the end of a run that has failed: its own error is the one to tell
+
+
+async def test_the_end_shows_a_good_and_a_bad_sample_of_the_last_step(
+    tmp_path: Path, groups: list[Group], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = groups[0].rollouts[:2]
+    pair = [replace(good, reward=1.0), replace(bad, reward=-0.0, text="line\n" * 40 + "end")]
+    with RunLog(tmp_path, "tiny", CONFIG) as log, report_of(tmp_path, log) as report:
+        report.done(finished=True)
+        assert "samples" not in capsys.readouterr().out
+        say(report, 1, [Group(groups[0].prompt, pair)])
+        report.to_disk()
+        report.done(finished=True)
+    out = capsys.readouterr().out
+    shown = out[out.index("samples") :].partition("all of them: ")[0].splitlines()
+    assert len(shown) <= 2 * reporting.SAMPLE_LINES + 2
+    assert ["reward 1.00" in line for line in shown].count(True) == 1
+    assert ["reward 0.00" in line for line in shown].count(True) == 1
+    assert any(line.split() == ["end"] for line in shown)
+    assert f"python -m titan_rl.look {tmp_path}" in " ".join(out.split())

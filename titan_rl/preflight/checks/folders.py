@@ -18,8 +18,15 @@ from titan_rl.wire.checkpoint_sums import FOLDER as CHECKPOINTS
 from titan_rl.wire.model_shape import ModelShape
 
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
-OWN_FILES += ("evaluations.jsonl", "summary.json", "timeline.json", "trackers.json", ".lock")
-OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling", "trackers")
+OWN_FILES += (
+    "evaluations.jsonl",
+    "evaluation_answers.jsonl",
+    "summary.json",
+    "timeline.json",
+    "trackers.json",
+    ".lock",
+)
+OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling", "trackers", "batches", "replays")
 PATTERN = set("*?[")
 OPERATION = ("reward_workers", "reward_seconds", "reward_memory_mb", "grader", "bad_rows", "eval_path", "eval_reward")
 EXPERIMENT = (
