@@ -42,7 +42,7 @@ from titan_rl.record.sample_view import (
 from titan_rl.record.samples import ROLLOUTS, EvaluationAnswers, Sample, Samples
 from titan_rl.record.terminal import open_console
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 
 PROG = "titan_rl.look"
 LIMIT = 3
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
+        prog=command_of("look"),
         usage="%(prog)s RUN [flags]",
         description="Read a run's samples: the prompts, the policy's answers turn by turn, and how they were judged. "
         "Without flags: one good and one bad sample of the last step. Nothing is changed, and the run may be active.",

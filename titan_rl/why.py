@@ -12,25 +12,19 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import compress
 from pathlib import Path
 from shutil import get_terminal_size
 
-from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, load_of_run
-from titan_rl.diagnosis.answers import Answer, AnswerFacts
 from titan_rl.diagnosis.findings import PAGE, Finding
 from titan_rl.diagnosis.history import History
-from titan_rl.diagnosis.ranking import Diagnosis, diagnose, measured, progress
+from titan_rl.diagnosis.ranking import Diagnosis, measured, progress
+from titan_rl.record.diagnosed_run import DiagnosedRun
 from titan_rl.record.run_history import METRICS
-from titan_rl.record.samples import ROLLOUTS, Sample, Samples
-from titan_rl.record.summary import known_lines
 from titan_rl.record.terminal import visible
 from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 SHOWN = 5  # causes
 MOST_CHARACTERS = 2000  # in one entry
-MOST_BYTES = 2**28  # rollouts that are read, in about 15 s: the last steps of a larger file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,14 +34,11 @@ def main(argv: Sequence[str]) -> int:
         problem = f"found none in {run}" if run.is_dir() else f"found no folder {run}"
         print(f"titan_rl.why: RUN: expected the dump folder of a run, with its {METRICS}, {problem}", file=sys.stderr)
         return USAGE
-    notes: list[str] = []
-    config = config_of(run, notes)
-    history = History(known_lines(run / METRICS), config, answers_of(run, notes))
-    diagnosis = diagnose(history)
+    found = DiagnosedRun.of(run)
     if options.json:
-        print(json.dumps(as_json(run, history, diagnosis, notes), indent=2))
+        print(json.dumps(as_json(run, found.history, found.diagnosis, found.notes), indent=2))
     else:
-        print("\n".join(report(run, history, diagnosis, notes)))
+        print("\n".join(report(run, found.history, found.diagnosis, found.notes)))
     return DONE
 
 
@@ -62,56 +53,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
-
-
-def config_of(run: Path, notes: list[str]) -> Config:
-    """Return the run's config, or the defaults with a note if this version cannot read it."""
-    try:
-        return load_of_run(run)
-    except (ConfigError, OSError, ValueError) as error:
-        notes.append(f"config.toml cannot be read, so keys are assumed to have their defaults: {str(error).strip()}")
-        return Config()
-
-
-def answers_of(run: Path, notes: list[str]) -> AnswerFacts | None:
-    """Return what the rules need of the samples, or None if there are none."""
-    if not (run / ROLLOUTS).is_file():
-        return None
-    try:
-        samples = Samples(run)
-    except OSError as error:
-        notes.append(f"{ROLLOUTS} cannot be read: {error}")
-        return None
-    steps = samples.steps
-    if (size := (run / ROLLOUTS).stat().st_size) > MOST_BYTES:
-        steps = steps[-max(1, len(steps) * MOST_BYTES // size) :]
-        notes.append(f"samples: of steps {steps[0]} to {steps[-1]} only, because {ROLLOUTS} has {size / 2**30:.1f} GiB")
-    facts = AnswerFacts()
-    for step in steps:
-        for sample in samples.of_step(step):
-            facts.add(answer_of(sample))
-    facts.close_step()
-    if samples.damaged:
-        notes.append(f"samples: {samples.damaged} damaged lines of {ROLLOUTS} are left out")
-    return facts if facts.count else None
-
-
-def answer_of(sample: Sample) -> Answer:
-    sampled = compress(sample.logprobs, sample.mask)
-    return Answer(
-        sample.step,
-        sample.prompt_id,
-        sample.sample,
-        sample.prompt,
-        str(sample.answer),
-        sample.text,
-        sample.reward,
-        sample.truncated,
-        [logprob for logprob in sampled if logprob is not None],
-        sample.status,
-        sample.error,
-        {name: value for name, value in sample.rewards.items() if value is not None},
-    )
 
 
 def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:

@@ -14,21 +14,23 @@ from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> <!-- \u2028 \ud800 &lt;"
 
 
-def group(prompt_id: int, text: str) -> Group:
+def group(prompt_id: int, text: str, *, constant: bool = False) -> Group:
     def rollout(reward: float) -> Rollout:
         completion = Completion(tokens=[8, 9, 2], logprobs=[-0.25, -1.5, -0.5], versions=[0, 1, 1], finish="stop")
         turn = Turn([1, 8, 17, 9, 20], completion)
         return Rollout([Branch([turn])], text=text, reward=reward, advantage=reward - 0.5, messages=[])
 
-    return Group(Prompt(prompt_id, "1+2=", [1, 8, 17, 9, 20], "3"), [rollout(1.0), rollout(0.0)])
+    return Group(Prompt(prompt_id, "1+2=", [1, 8, 17, 9, 20], "3"), [rollout(1.0), rollout(float(constant))])
 
 
-def write_run(folder: Path, steps: int = 4, *, text: str = "12", groups: int = 2) -> Path:
+def write_run(folder: Path, steps: int = 4, *, text: str = "12", groups: int = 2, constant: bool = False) -> Path:
     with RunLog(folder, "tiny", Config(training=TrainingSection(steps=steps))) as log:
         log.startup(0, 3.5)
         for step in range(1, steps + 1):
             metrics = {"reward/mean": step / steps, "time/step": 1.0, "time/train": 0.4, "entropy": float("nan")}
-            log.step(step, metrics, {}, [group(step * groups + i, text) for i in range(groups)])
+            if constant:
+                metrics |= {"reward/mean": 1.0, "reward/std": 0.0, "frac_reward_zero_std": 1.0}
+            log.step(step, metrics, {}, [group(step * groups + i, text, constant=constant) for i in range(groups)])
         log.eval(steps, {"eval/score": 0.5, "eval/low": 0.4, "eval/high": 0.6}, 1.0)
     return folder
 

@@ -222,7 +222,8 @@ VIEWS.overview = () => {
     return el("section", { class: "card" }, el("h3", {}, swatch(i), run.name), el("dl", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])));
   });
   const findings = runs().flatMap((run, i) => (run.findings || []).map((finding) => el("section", { class: "card finding" + (finding.severity === "notice" ? " notice" : "") },
-    el("div", { class: "bold" }, runs().length > 1 ? swatch(i) : null, finding.text), finding.advice ? el("div", {}, finding.advice) : null,
+    el("div", { class: "bold" }, runs().length > 1 ? swatch(i) : null, finding.text), finding.changes.map((change, k) => el("div", {}, k ? "or " : "change ", el("code", {}, change))),
+    finding.advice ? el("div", { class: "dim" }, finding.advice) : null, finding.effects.map((effect) => el("div", { class: "dim" }, "effect: " + effect)),
     (finding.samples || []).map(([step, prompt]) => el("a", { href: address({ tab: "samples", run: i, step, prompt }) }, `step ${step}, prompt ${prompt} `)))));
   const plots = el("div", { class: "cards" });
   const tags = runs().some((run) => run.curves.values["reward/mean"]) ? OVERVIEW : OVERVIEW_FIT;
@@ -297,16 +298,18 @@ function kept(group, filter) {
   if (filter === "tools") return group.samples.some((s) => s.turns > 1 || (s.messages || []).some((m) => m.calls));
   return true;
 }
-function stepsOf(run) { return [...new Set(run.groups.map((group) => group.step))]; }
+function stepsOf(run, set = "") { return [...new Set(run.groups.filter((group) => group.set === set).map((group) => group.step))]; }
+function setsOf(run) { return [...new Set(run.groups.map((group) => group.set))]; }
+function shownSet(run) { const sets = setsOf(run), set = state().set || ""; return sets.includes(set) ? set : sets[0] || ""; }
 function contains(group, needle) {
   if (!needle) return true;
   const text = [group.prompt, group.answer, ...group.samples.flatMap((s) => [s.text, s.error, ...(s.messages || []).map((m) => (m.content || "") + (m.calls || []).join(" "))])].join("\n").toLowerCase();
   return text.includes(needle.toLowerCase());
 }
 function chosenGroups() {
-  const settings = state(), run = runs()[shownRun()], steps = stepsOf(run);
+  const settings = state(), run = runs()[shownRun()], set = shownSet(run), steps = stepsOf(run, set);
   const step = settings.step === "all" ? null : steps.includes(+settings.step) ? +settings.step : steps.at(-1);
-  const groups = run.groups.filter((group) => (step === null || group.step === step) && kept(group, settings.only || "") && contains(group, settings.q));
+  const groups = run.groups.filter((group) => group.set === set && (step === null || group.step === step) && kept(group, settings.only || "") && contains(group, settings.q));
   groups.sort((SORTS[settings.sort] || SORTS.order)[1]);
   if (step === null && !SORTS[settings.sort]) groups.sort((a, b) => a.step - b.step || a.index - b.index);
   const group = groups.find((each) => each.id === +settings.prompt && (step !== null || !settings.at || each.step === +settings.at)) || groups[0];
@@ -317,13 +320,14 @@ VIEWS.samples = () => {
   if (!run.groups.length) return [el("div", { class: "controls" }, runSelect()), el("p", {}, "This run has no rollouts: its algorithm learns from given data.")];
   const option = (value, text, selected) => el("option", { value, selected }, text);
   const controls = el("div", { class: "controls" }, runSelect(),
+    setsOf(run).length > 1 ? el("select", { "aria-label": "kind of samples", onchange: (event) => go({ set: event.target.value, step: "", prompt: "" }) }, setsOf(run).map((set) => option(set, set || "training", set === shownSet(run)))) : null,
     el("label", {}, "step ", el("select", { id: "step", onchange: (event) => go({ step: event.target.value, prompt: settings.prompt }) }, steps.map((s) => option(s, s, s === step)), option("all", "all", step === null))),
     el("select", { "aria-label": "order", onchange: (event) => go({ sort: event.target.value, prompt: "" }) }, Object.entries(SORTS).map(([key, [text]]) => option(key, text, key === (settings.sort || "order")))),
     el("select", { "aria-label": "filter", onchange: (event) => go({ only: event.target.value, prompt: "" }) }, Object.entries(KEEPS).map(([key, text]) => option(key, text, key === (settings.only || "")))),
     el("input", { type: "search", id: "search", placeholder: "text (/)", value: settings.q || "", "aria-label": "search in samples", onchange: (event) => go({ q: event.target.value, prompt: "" }) }),
     el("span", { class: "chips", role: "group", "aria-label": "colour of tokens" }, Object.entries(COLOURS).filter(([key]) => key !== "gap" || hasGaps(run)).map(([key, text]) => el("button", { "aria-pressed": String((settings.colour || "mask") === key), onclick: () => go({ colour: key }) }, text))));
   const list = el("div", { class: "list", id: "groups" }, groups.map((each) => el("button", { "aria-current": String(each === group), onclick: () => go({ prompt: each.id, at: each.step }) },
-    el("span", { class: "excerpt" }, excerpt(each.prompt)), el("span", { class: "dim" }, `${step === null ? `step ${each.step}, ` : ""}prompt ${each.id}: ${number(worst(each) === Infinity ? null : worst(each))} to ${number(best(each) === -Infinity ? null : best(each))}`,
+    el("span", { class: "excerpt" }, excerpt(each.prompt)), el("span", { class: "dim" }, `${step === null ? `step ${each.step}, ` : ""}${each.set ? "problem" : "prompt"} ${each.id}: ${number(worst(each) === Infinity ? null : worst(each))} to ${number(best(each) === -Infinity ? null : best(each))}`,
       each.samples.some((s) => s.cut_off) ? `, ${each.samples.filter((s) => s.cut_off).length} cut off` : ""))), groups.length ? null : el("p", { class: "dim", style: "padding:.6rem" }, "No group fits."));
   return [controls, el("div", { class: "samples" }, list, group ? groupView(run, group, settings) : el("div", {}))];
 };
@@ -332,8 +336,8 @@ function excerpt(prompt) { const text = prompt.replace(/<\|[^|>]*\|>/g, " ").rep
 const COLOURS = { mask: "sampled", logprob: "log-prob", gap: "gap", version: "version", advantage: "advantage", plain: "plain" };
 function hasGaps(run) { return run.groups.some((group) => group.samples.some((s) => (s.segments || []).some((segment) => segment.gaps))); }
 function groupView(run, group, settings) {
-  const again = run.groups.filter((each) => each.prompt === group.prompt && each.step !== group.step).map((each) => el("a", { href: address({ step: each.step, prompt: each.id, at: each.step }) }, `step ${each.step} (${number(worst(each))} to ${number(best(each))}) `));
-  return el("section", {}, el("h3", {}, `step ${group.step}, prompt ${group.id}`),
+  const again = run.groups.filter((each) => each.set === group.set && each.prompt === group.prompt && each.step !== group.step).map((each) => el("a", { href: address({ step: each.step, prompt: each.id, at: each.step }) }, `step ${each.step} (${number(worst(each))} to ${number(best(each))}) `));
+  return el("section", {}, el("h3", {}, `${group.set ? group.set + " at " : ""}step ${group.step}, ${group.set ? "problem" : "prompt"} ${group.id}`),
     again.length ? el("p", {}, el("span", { class: "dim" }, "the same prompt: "), again) : null,
     el("details", { open: group.prompt.length < 1500 }, el("summary", {}, `prompt (${group.prompt.length.toLocaleString("en")} characters)`), el("div", { class: "text read" }, marked(group.prompt, settings.q))),
     el("p", {}, el("span", { class: "dim" }, "expected answer: "), el("code", {}, group.answer || "–")), key(settings.colour || "mask"),
@@ -394,7 +398,7 @@ VIEWS.prompts = () => {
   const fates = { "": "all", trained: "trained", dropped: "dropped", again: "admitted again", open: "unfinished" };
   const fits = (p) => only === "trained" ? p.trained !== null : only === "dropped" ? p.dropped : only === "again" ? p.admissions > 1 : only === "open" ? p.trained === null && !p.dropped : true;
   const shown = run.prompts.filter((p) => fits(p) && (!settings.q || String(p.id) === settings.q || p.dropped.includes(settings.q)));
-  const samples = new Map(run.groups.map((group) => [group.id, group.step]));
+  const samples = new Map(run.groups.filter((group) => !group.set).map((group) => [group.id, group.step]));
   const rows = shown.slice(0, 500).map((p) => el("tr", { class: samples.has(p.id) ? "link" : "", onclick: samples.has(p.id) ? () => go({ tab: "samples", step: samples.get(p.id), prompt: p.id, q: "" }) : () => {} },
     el("td", { class: "number" }, String(p.id)), el("td", {}, `after step ${p.admitted}, for step ${p.turn}${p.admissions > 1 ? `; ${p.admissions} times` : ""}`),
     el("td", {}, p.tokens.length ? `${p.tokens.length} samples, ${p.tokens.reduce((a, b) => a + b, 0)} tokens` : "–"), el("td", {}, p.versions.length ? (p.versions[0] === p.versions[1] ? `version ${p.versions[0]}` : `versions ${p.versions.join(" to ")}`) : "–"),

@@ -2,6 +2,7 @@
 
     metrics.jsonl ──> curves, time      evaluations.jsonl ──> rewards per problem     config.toml ──> keys
     rollouts.jsonl ──> groups           ledger.jsonl ──> lives of prompts             faults.jsonl ──> events
+    evaluation_answers.jsonl ──> groups of the same problems                          titan_rl.diagnosis ──> findings
 
 A page has a few megabytes however long the run was: steps, groups and prompts are sampled evenly, and `left_out` says
 which part of them the page has.
@@ -9,11 +10,13 @@ which part of them the page has.
 
 import json
 import math
+import re
 import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,14 @@ import tomli
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
+from titan_rl.record.diagnosed_run import DiagnosedRun
 from titan_rl.record.incidents import NAME as FAULTS
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_history import History
-from titan_rl.record.samples import Sample, Samples
+from titan_rl.record.samples import EvaluationAnswers, Sample, Samples
 from titan_rl.record.summary import known_lines
 from titan_rl.view.token_pieces import Pieces
+from titan_rl.wire.counted import counted
 
 MOST_STEPS = 2000  # points of a curve
 MOST_PROMPTS = 2000  # lives
@@ -38,6 +43,7 @@ MOST_CHARACTERS = 20_000  # of one text or message
 QUIET_SECONDS = 600.0  # without a line after which an unfinished run counts as ended
 
 Json = dict[str, Any]
+SAMPLE = re.compile(r"step (\d+), prompt (\d+)")
 NO_GAPS: Mapping[tuple[int, ...], Sequence[float]] = {}
 
 
@@ -59,7 +65,8 @@ def run_data(folder: Path, *, sample_bytes: int) -> Json:
         "cold_start": curves([line for line in lines if line["kind"] == "cold_start"], []),
         "events": [*_starts(lines), *_faults(folder, lines), *_saves(history)],
         "evaluations": _evaluations(folder, left_out),
-        "groups": _groups(folder, config, sample_bytes, left_out),
+        "groups": [*_groups(folder, config, sample_bytes, left_out), *_answers(folder, sample_bytes // 3, left_out)],
+        "findings": _findings(folder),
         "prompts": _prompts(history, left_out),
         "left_out": left_out,
     }
@@ -280,6 +287,51 @@ def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) 
     return found
 
 
+def _answers(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
+    """Return the stored answers to the same problems at evaluations that are spread over the run."""
+    try:
+        stored = EvaluationAnswers(folder)
+    except OSError:
+        return []
+    found: list[Json] = []
+    for name in stored.sets:
+        by_step = {step: stored.of_step(step, name)[0] for step in evenly(stored.steps, FEWEST_STEPS)}
+        share, problems, size = sample_bytes // len(stored.sets), set[int](), 0
+        groups = {step: list(_by_problem(answers)) for step, answers in by_step.items() if answers}
+        for at in range(max(map(len, groups.values()), default=0)):
+            shown = [_group(each[at], None) for each in groups.values() if at < len(each)]
+            if (size := size + len(json.dumps(shown))) > share and problems:
+                break
+            problems |= {group["id"] for group in shown}
+            found += shown
+        if len(groups) < len(stored.steps) or len(problems) < max(map(len, groups.values()), default=0):
+            left_out.append(f"answers of {name}: {counted(len(problems), 'problem')} at {len(groups)} evaluations")
+    found.sort(key=lambda group: (group["set"], group["step"], group["index"]))
+    return found
+
+
+def _by_problem(answers: Sequence[Sample]) -> Iterator[list[Sample]]:
+    for _, group in groupby(answers, key=lambda sample: sample.group):
+        yield list(group)
+
+
+def _findings(folder: Path) -> list[Json]:
+    """Return what titan_rl.why names, the first suspect first."""
+    found = DiagnosedRun.of(folder).diagnosis.findings
+    return [
+        {
+            "rule": each.rule,
+            "severity": "problem" if each.problem else "notice",
+            "text": each.text,
+            "changes": [str(change) for change in each.changes],
+            "advice": each.advice,
+            "effects": [effect.text for effect in each.effects],
+            "samples": [[int(at[1]), int(at[2])] for name in each.samples if (at := SAMPLE.match(name))],
+        }
+        for each in found
+    ]
+
+
 def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
     """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl.replay --logprobs` wrote them."""
     path, found = folder / "replays" / f"step-{step}.jsonl", {}
@@ -298,6 +350,7 @@ def _group(
         "step": first.step,
         "id": first.prompt_id,
         "index": first.group,
+        "set": first.set,
         "prompt": clipped(first.prompt),
         "answer": clipped(str(first.answer)),
         "samples": [_sample(sample, pieces, gaps.get(tuple(sample.tokens), ())) for sample in group],
@@ -322,7 +375,7 @@ def _sample(sample: Sample, pieces: Pieces | None, gaps: Sequence[float]) -> Jso
     }
     if sample.messages:
         shown["messages"] = [_message(message) for message in sample.messages]
-    if pieces is not None:
+    if pieces is not None and sample.tokens:
         shown["segments"] = pieces.segments(sample, gaps)
     return shown
 

@@ -86,6 +86,29 @@ def test_long_runs_are_sampled_and_the_page_says_so(tmp_path: Path) -> None:
     assert evenly(range(10), 3) == [0, 4, 9]
 
 
+def test_shows_what_titan_rl_why_finds_and_the_answers_of_evaluations(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 12, constant=True)
+    answers = [
+        {
+            "problem": 3,
+            "prompt": "1+2=",
+            "answer": "3",
+            "answers": [{"sample": 0, "reward": 1.0, "error": "", "tokens": 2, "finish": "stop", "text": "3"}],
+        }
+    ]
+    lines = [
+        {"kind": "eval", "step": step, "time": 0.0, "set": "heldout", "left_out": 0, "problems": answers}
+        for step in range(0, 60, 2)
+    ]
+    (run / "evaluation_answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = run_data(run, sample_bytes=10**6)
+    assert shown["findings"][0]["rule"] == "constant_reward"
+    assert shown["findings"][0]["samples"][0][0] in range(1, 13)
+    found = [g for g in shown["groups"] if g["set"] == "heldout"]
+    assert ([g["step"] for g in found][::7], {g["id"] for g in found}) == ([0, 58], {3})
+    assert "answers of heldout: 1 problem at 8 evaluations" in shown["left_out"]
+
+
 def test_tokens_have_texts_logprobs_and_versions(tmp_path: Path) -> None:
     from titan_rl.record.samples import Samples
     from titan_rl.text import tokenizer
