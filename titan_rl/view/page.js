@@ -224,12 +224,12 @@ VIEWS.overview = () => {
   const findings = runs().flatMap((run, i) => (run.findings || []).map((finding) => el("section", { class: "card finding" + (finding.severity === "notice" ? " notice" : "") },
     el("div", { class: "bold" }, runs().length > 1 ? swatch(i) : null, finding.text), finding.changes.map((change, k) => el("div", {}, k ? "or " : "change ", el("code", {}, change))),
     finding.advice ? el("div", { class: "dim" }, finding.advice) : null, finding.effects.map((effect) => el("div", { class: "dim" }, "effect: " + effect)),
-    (finding.samples || []).map(([step, prompt]) => el("a", { href: address({ tab: "samples", run: i, step, prompt }) }, `step ${step}, prompt ${prompt} `)))));
+    (finding.samples || []).map(([step, prompt]) => el("a", { href: address({ tab: "samples", run: i, step, prompt }) }, `step ${step}, prompt ${prompt}`)).flatMap((link) => [link, " "]))));
   const plots = el("div", { class: "cards" });
   const tags = runs().some((run) => run.curves.values["reward/mean"]) ? OVERVIEW : OVERVIEW_FIT;
   lazily(plots, tags.filter((tag) => runs().some((run) => series(run, tag))).map((tag) => (width) => plot(tag, width)));
   const left = runs().flatMap((run) => run.left_out.map((text) => el("li", {}, runs().length > 1 ? `${run.name}: ${text}` : text)));
-  return [el("div", { class: "cards" }, cards), findings.length ? [el("h2", {}, "What to look at"), el("div", { class: "cards" }, findings)] : null,
+  return [el("div", { class: "cards" }, cards), findings.length ? [el("h2", {}, "What to look at"), el("div", { class: "findings" }, findings)] : null,
     el("h2", {}, "Curves"), legend(), plots,
     el("p", { class: "dim" }, "Marks on the axis: faults; dashed lines: the run was resumed. A click on a curve opens the samples of that step."),
     left.length ? [el("h2", {}, "What this page leaves out"), el("ul", {}, left)] : null,
