@@ -33,7 +33,8 @@ TALK = [
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     characters.build(tmp_path / "model")
     with RunLog(tmp_path, "tiny", Config()) as log:
         for step in (1, 2, 3):

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,9 +98,21 @@ def test_a_reader_that_has_ended_is_no_error(program: str) -> None:
 
 
 def test_an_audit_that_is_stopped_prints_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "ledger.jsonl").touch()
-    os.mkfifo(tmp_path / "config.toml")
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_bytes(b"no event\n" * 3_000_000)  # seconds to read
     audit = start("titan_rl.audit", str(tmp_path))
-    with open(tmp_path / "config.toml", "wb"):  # opens once the audit reads it, which then waits for its end
-        audit.send_signal(signal.SIGTERM)  # a shell may have SIGINT ignored
-        assert (audit.communicate(timeout=120)[1], audit.returncode) == ("", 130)
+    deadline = time.monotonic() + 60
+    while str(ledger) not in opened_by(audit.pid):
+        assert time.monotonic() < deadline
+        assert audit.poll() is None
+    audit.send_signal(signal.SIGTERM)  # a shell may have SIGINT ignored
+    assert (audit.communicate(timeout=120)[1], audit.returncode) == ("", 130)
+
+
+def opened_by(pid: int) -> set[str]:
+    """Return the files that a process has open."""
+    found = set[str]()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed again
+            found.add(os.readlink(descriptor))
+    return found

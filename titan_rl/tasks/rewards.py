@@ -4,6 +4,7 @@ found, which arguments they may take, and which values they may return. reward_s
 import importlib
 import inspect
 import math
+import os
 import re
 import sys
 import unicodedata
@@ -127,7 +128,7 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute) or module.startswith("."):
         names = ", ".join(f'"{each}"' for each in [*known, "model"])
-        is_file = name.isidentifier() and Path(f"{name}.py").is_file()
+        is_file = name.isidentifier() and os.path.isfile(f"{name}.py")  # unlike Path.is_file, never raises
         hint = f"; did you mean '{name}:FUNCTION'?" if is_file else did_you_mean(name, known)
         raise ValueError(f'task.reward: expected {names} or "package.module:function", found {name!r}{hint}')
     try:

@@ -140,7 +140,7 @@ def test_a_crashed_run_and_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureF
     (b / "config.toml").unlink()
     found = data_of(capsys, a, b)
     assert found["warnings"] == ["the settings of B are unknown: it has no config.toml"]
-    assert found["runs"]["B"]["step"] == 99
+    assert found["runs"]["B"]["step"] == 98  # the later lines have text as times
     assert compare.main([str(a), str(b)]) == 0
 
 

@@ -102,8 +102,10 @@ def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needs = (*project["dependencies"], *extras["cpu"], *extras["cuda"], *extras["math"], *extras["reasoning"])
+    needs += (*extras["wandb"], *extras["trackio"], *extras["mlflow"])
     declared = {re.split(r"[=<>!\[ ]", need)[0] for need in needs}
     optional = {"math_verify": ["math-verify"], "reasoning_gym": ["reasoning-gym"]}  # they need not be here
+    optional |= {"wandb": ["wandb"], "trackio": ["trackio"], "mlflow": ["mlflow-skinny"]}
     providers = {**importlib.metadata.packages_distributions(), **optional}
     undeclared = {
         f"{path.relative_to(ROOT)}: {module}"
