@@ -1,7 +1,4 @@
-"""A run's trackers get its config, metrics, samples and end, and never hold it up.
-
-Tests of Trackio and MLflow run where these extras are installed, or are on PYTHONPATH.
-"""
+"""A run's trackers get its config, metrics, samples and end, and never hold it up."""
 
 import asyncio
 import json
@@ -12,8 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from titan_rl.record.trackers.messages import COLUMNS, SERVICES, grouped, overvi
 from titan_rl.record.trackers.tracking import Trackers, read_ids, tracking
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
+ROOT = Path(__file__).parents[3]
 METRICS = {"reward/mean": 0.5, "loss": 0.1, "entropy": 1.5, "logprob_gap/mean": 1e-7, "eval/hard/pass@2": 0.25}
 HISTOGRAMS = {"policy_age/histogram": [3.0, 1.0]}
 
@@ -79,6 +77,23 @@ def train(
     return asyncio.run(written())
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install Trackio and MLflow in a folder of their own: they would lower versions that other tests use."""
+    folder = tmp_path_factory.mktemp("packages")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+    subprocess.run([*install, "--target", str(folder), *extras["trackio"], *extras["mlflow"]], check=True)
+    return folder
+
+
+@pytest.fixture
+def extras(elsewhere: Path, packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the trackers' processes, and this one, find the packages."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), os.environ["PYTHONPATH"]]))
+    monkeypatch.syspath_prepend(packages)
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder for the trackers' files, without a network."""
@@ -92,7 +107,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="needs titan-rl[wandb]")
 def test_wandb_gets_a_run_that_is_resumed_and_fails(elsewhere: Path) -> None:
     folder = elsewhere / "run"
     (hint,) = train(folder, config_of("wandb", project="mine"), range(1, 4))
@@ -120,7 +134,8 @@ def test_wandb_gets_a_run_that_is_resumed_and_fails(elsewhere: Path) -> None:
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0, 1]
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs titan-rl[mlflow]")
+@pytest.mark.slow
+@pytest.mark.usefixtures("extras")
 def test_mlflow_gets_a_run_that_is_resumed_and_stopped(elsewhere: Path) -> None:
     folder = elsewhere / "run"
     (hint,) = train(folder, config_of("mlflow"), range(1, 4))
@@ -150,7 +165,8 @@ def test_mlflow_gets_a_run_that_is_resumed_and_stopped(elsewhere: Path) -> None:
     assert rows == [1, 1, 2, 2, 4, 4]
 
 
-@pytest.mark.skipif(find_spec("trackio") is None, reason="needs titan-rl[trackio]")
+@pytest.mark.slow
+@pytest.mark.usefixtures("extras")
 def test_trackio_gets_a_run_that_is_resumed_and_fails(elsewhere: Path) -> None:
     folder = elsewhere / "run"
     (hint,) = train(folder, config_of("trackio"), range(1, 4))
@@ -184,7 +200,6 @@ class HangingServer:
         self._socket.close()
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="needs titan-rl[wandb]")
 def test_a_server_that_hangs_holds_up_no_step_and_the_end_only_until_the_deadline(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
