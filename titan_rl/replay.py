@@ -51,7 +51,7 @@ FREE = ("parallelism", "training", "hosts", "comm", "compile", "activation_check
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is made again: the steps after a checkpoint, up to the one that is compared."""
+    """The steps to make again, after a checkpoint and up to the compared one."""
 
     run: Path
     config: Config
@@ -95,7 +95,7 @@ def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -
     if not (run / "config.toml").is_file():
         raise Refused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
     if wrong := [key for key, _ in overrides if key.split(".")[0] not in FREE]:
-        raise Refused(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change what is computed")
+        raise Refused(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
     try:
         config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
@@ -227,7 +227,7 @@ def read_batches(plan: Plan, step: int) -> list[list[Sample]]:
 
 
 def compared(plan: Plan, results: "Sequence[tuple[int, StepStats]]", terminal: "Terminal") -> int:
-    """Print what the run recorded and what was computed now. Return 1 if the last step's differ."""
+    """Print the recorded numbers and the new ones. Return 1 if the last step's differ."""
     terminal.note(f"{'step':>6}  {'':<10}{'recorded':>16}{'now':>16}{'relative':>12}")
     apart = 0.0
     for step, stats in results:
@@ -297,7 +297,7 @@ def debug(plan: Plan) -> int:
         raise Refused("--debug: expected a terminal, for the debugger, found none")
     with tempfile.TemporaryDirectory() as scratch:
         step, batches = in_process(plan, Path(scratch))
-        print(f"{PROG}: step {plan.step} is about to be made: `n` and `s` go on, `u` shows the caller, `q` ends")
+        print(f"{PROG}: step {plan.step} is about to be made: `n` and `s` make a step, `u` shows the caller, `q` ends")
         debugger = pdb.Pdb()
         try:
             print(debugger.runcall(step, batches))

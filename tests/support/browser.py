@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over its debugging protocol: what a page shows, logs and loads."""
+"""Drives a real browser without a window over its debugging protocol."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 class Page:
-    """One page of the browser. `problems` has what it logged as an error, `requests` each address that it asked for."""
+    """One page of the browser. `problems` has the errors that it logged, `requests` each address that it loaded."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._ids = socket, count(1)

@@ -35,7 +35,7 @@ def metrics(
     every: int = 4,
     change: Callable[[int, Line], Mapping[str, Any]] = lambda step, line: {},
 ) -> list[Line]:
-    """Return the lines of a run with rewards of 0 and 1. `change` returns what is different in a step."""
+    """Return the lines of a run with rewards of 0 and 1. `change` returns the values that differ in a step."""
     draw = random.Random(seed)
     groups = cfg.rollout.groups_per_step
     lines: list[Line] = [{"kind": "startup", "step": 0, "time": 0.0, "time/startup": 5.0}]

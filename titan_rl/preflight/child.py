@@ -59,8 +59,8 @@ class Answer(NamedTuple):
 
 def ask(function: str, question: Any, *, seconds: float, lines: int, longest: float = 0.0, rows: str = "") -> Answer:
     """Call `function`, a "module:name", with the question and a function that writes a line, in a child. `seconds`:
-    the longest time to a line and between two, or `longest` where `function` says so; `lines`: the most
-    lines that it writes. `rows`: what is
+    the longest time to a line and between two, or `longest` where `function` asks for it; `lines`: the most
+    lines that it writes. `rows`: the work
     done with rows, if there is a line per row: printed with their number every few seconds."""
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder, name) for name in ("question", "lines", "stack")}

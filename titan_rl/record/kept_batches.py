@@ -36,7 +36,7 @@ class KeptBatches:
         return sorted(int(found[1]) for path in self._folder.iterdir() if (found := FILE.fullmatch(path.name)))
 
     def write(self, step: int, updates: Updates) -> None:
-        """Write a step's updates, and delete those of steps that are kept no longer."""
+        """Write a step's updates, and delete older ones beyond the limit."""
         path = self._folder / f"step-{step}.npz"
         with must_write(path):
             self._folder.mkdir(exist_ok=True)

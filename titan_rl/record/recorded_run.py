@@ -52,7 +52,7 @@ class RecordedRun:
     folder: Path
     settings: Mapping[str, Any]  # by "section.key", as the run resolved them, under today's names
     unreadable: str  # why the settings are missing, or ""
-    lines: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+    lines: Sequence[Mapping[str, Any]]  # from metrics.jsonl
     summary: Mapping[str, Any]
     active: bool
 

@@ -42,7 +42,7 @@ class Sample:
     sample: int  # position in its group
     prompt: str
     answer: str
-    text: str  # of the last turn
+    text: str  # from the last turn
     finish: str
     reward: float | None  # None: it has none, for the reason in `error`
     penalty: float

@@ -42,7 +42,7 @@ class Packer:
     """Packs samples for the dp rows of a mesh."""
 
     config: Config
-    rows: int | UpTo  # of a microbatch
+    rows: int | UpTo  # per microbatch
     pad_id: int
 
     @classmethod

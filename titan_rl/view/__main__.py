@@ -1,4 +1,4 @@
-"""`python -m titan_rl.view RUN [RUN ...]`: write runs as one HTML file, or serve them while they go on.
+"""`python -m titan_rl.view RUN [RUN ...]`: write runs as one HTML file, or serve active runs.
 
 Exit codes: 0 written, 1 the page cannot be written, 2 bad usage, 130 stopped.
 """
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def problem_of(options: argparse.Namespace) -> str:
-    """Return what is wrong with the command line, or ""."""
+    """Return the problem of the command line, or ""."""
     for run in options.run:
         if not run.is_dir():
             return f"RUN: expected the dump folder of a run, found no folder {run}"

@@ -1,4 +1,4 @@
-"""Serves the page of runs that go on, on loopback, to those who know the token in its address."""
+"""Serves the page of active runs on loopback, to clients that know the token in its address."""
 
 import secrets
 from collections.abc import Callable

@@ -38,7 +38,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that cannot end the script element around it, whatever a model wrote."""
+    """Return JSON that cannot end the script element around it: a model wrote parts of it."""
     text = json.dumps(strict(data), ensure_ascii=False, separators=(",", ":"))
     text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, which are \\u escapes in JSON too
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -4,8 +4,8 @@
     rollouts.jsonl ──> groups           ledger.jsonl ──> lives of prompts             faults.jsonl ──> events
     evaluation_answers.jsonl ──> groups of the same problems                          titan_rl.diagnosis ──> findings
 
-A page has a few megabytes however long the run was: steps, groups and prompts are sampled evenly, and `left_out` says
-which part of them the page has.
+A page has a few megabytes however long the run was: steps, groups and prompts are sampled evenly, and `left_out` names
+the part that the page has.
 """
 
 import json
@@ -39,7 +39,7 @@ MOST_PROMPTS = 2000  # lives
 MOST_EVALUATIONS = 60  # columns of the table of problems
 MOST_PROBLEMS = 200  # rows of it
 FEWEST_STEPS = 8  # with samples, if a budget allows only parts of steps
-MOST_CHARACTERS = 20_000  # of one text or message
+MOST_CHARACTERS = 20_000  # in one text or message
 QUIET_SECONDS = 600.0  # without a line after which an unfinished run counts as ended
 
 Json = dict[str, Any]
@@ -130,7 +130,7 @@ def _json_file(path: Path) -> Json:
 
 
 def _config(folder: Path) -> Json:
-    """Return the keys of config.toml as the run wrote them: those of other versions too."""
+    """Return the keys of config.toml as the run wrote them, also keys of other versions."""
     with suppress(OSError, ValueError):
         return flat(tomli.loads((folder / "config.toml").read_text()))
     return {}
@@ -225,7 +225,7 @@ def _mean(rewards: Sequence[float | None] | None) -> float | None:
 
 
 def _prompts(history: History | None, left_out: list[str]) -> list[Json]:
-    """Return the lives of prompts: those that were dropped or admitted again first, the rest evenly."""
+    """Return the lives of prompts: dropped ones and repeated ones first, the rest evenly."""
     if history is None:
         return []
     prompts = {id: prompt for id, prompt in history.prompts.items() if not prompt.undone}

@@ -1,4 +1,4 @@
-"""Splits samples into what the policy read and what it sampled, token by token."""
+"""Splits samples into read and sampled tokens."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -8,7 +8,7 @@ from typing import Any
 from titan_rl.record.samples import Sample
 from titan_rl.text.tokenizer import TextTokenizer
 
-MOST_TOKENS = 4000  # of one sample
+MOST_TOKENS = 4000  # in one sample
 INCOMPLETE = "\ufffd"  # what bytes decode to that are no whole character
 MOST_BYTES = 4  # tokens of one character
 

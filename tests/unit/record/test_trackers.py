@@ -79,7 +79,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install Trackio and MLflow in a folder of their own: they would lower versions that other tests use."""
+    """Install Trackio and MLflow in another folder: they would lower versions that other tests use."""
     folder = tmp_path_factory.mktemp("packages")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]

@@ -1,4 +1,4 @@
-"""The page of a run: what it has, that it stays small, and that text of a model stays text."""
+"""Pages of runs: their content, their size, and that text of a model stays text."""
 
 import json
 import re
