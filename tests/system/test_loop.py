@@ -75,7 +75,7 @@ def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, who
     run = runs.start(folder, **WHOLE)
     out = run.finish(timeout=120)
     assert run.code == 1, out
-    assert f"{folder / 'start'} is missing" in out
+    assert f"{folder / 'start'} cannot be used: it is missing" in out
     assert "Traceback" not in out
     assert not run.processes()
 
