@@ -134,7 +134,7 @@ def clone(folder: Path) -> Checkout:
         more='dependencies = [\n    "torch==2.13.0",\n]\n'
         f"[project.optional-dependencies]\ncpu = {cpu}\ncuda = {cuda}\ndev = []\n" + PYTEST,
     )
-    (root / "titan_rl/run.py").write_text(RUN)
+    (root / "titan_rl/__main__.py").write_text(RUN)
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     wheels = folder / "wheels"
     wheels.mkdir()
