@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from titan_rl.config.sections import Config, TrainingSection
 from titan_rl.record.run_log import RunLog
+from titan_rl.view.__main__ import state_of
 from titan_rl.view.live import LiveServer
 from titan_rl.view.page import page_data
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
@@ -37,7 +39,8 @@ def write_run(folder: Path, steps: int = 4, *, text: str = "12", groups: int = 2
 
 @contextmanager
 def serving(run: Path) -> Iterator[LiveServer]:
-    with LiveServer(0, lambda: page_data([run], sample_bytes=10**5, live_seconds=1.0)) as server:
+    read = partial(page_data, [run], sample_bytes=10**5, live_seconds=1.0)
+    with LiveServer(0, read, partial(state_of, [run])) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server

@@ -6,6 +6,7 @@ Exit codes: 0 written, 1 the page cannot be written, 2 bad usage, 130 stopped.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from titan_rl.record.lines import Unwritable, must_write, write_whole
@@ -83,7 +84,8 @@ def problem_of(options: argparse.Namespace) -> str:
 def serve(runs: Sequence[Path], port: int, sample_bytes: int) -> int:
     """Serve the page until the program is stopped."""
     try:
-        server = LiveServer(port, lambda: page_data(runs, sample_bytes=sample_bytes, live_seconds=LIVE_SECONDS))
+        read = partial(page_data, runs, sample_bytes=sample_bytes, live_seconds=LIVE_SECONDS)
+        server = LiveServer(port, read, partial(state_of, runs))
     except OSError as error:
         print(f"titan_rl.view: --port: expected a free port, found {port}: {error.strerror}", file=sys.stderr)
         return USAGE
@@ -91,6 +93,12 @@ def serve(runs: Sequence[Path], port: int, sample_bytes: int) -> int:
         print(f"{server.address}\nThe token is part of the address. Ctrl-C ends the server.", flush=True)
         server.serve_forever()
     return DONE
+
+
+def state_of(runs: Sequence[Path]) -> list[int]:
+    """Return the sizes of the files that grow with each step and each fault."""
+    files = [run / name for run in runs for name in ("metrics.jsonl", "faults.jsonl")]
+    return [file.stat().st_size if file.exists() else 0 for file in files]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Serves the page of active runs on loopback, to clients that know the token in its address."""
 
 import secrets
+import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,13 +20,21 @@ HEADERS = {
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Answers / with the page and /data.json with its data, which `read` collects anew for each request."""
+    """Answers / with the page and /data.json with its data, which `read` collects anew if `state` has changed."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, read: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, port: int, read: Callable[[], dict[str, Any]], state: Callable[[], Any]) -> None:
         super().__init__(("127.0.0.1", port), LiveRequest)
-        self.read, self.token = read, secrets.token_urlsafe(24)
+        self._read, self._state, self.token = read, state, secrets.token_urlsafe(24)
+        self._lock, self._known = threading.Lock(), (None, dict[str, Any]())
+
+    def read(self) -> dict[str, Any]:
+        """Return the data. To collect a long run takes seconds, so that requests wait for one collection."""
+        with self._lock:
+            if (state := self._state()) != self._known[0]:
+                self._known = state, self._read()
+            return self._known[1]
 
     @property
     def address(self) -> str:

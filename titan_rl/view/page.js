@@ -478,13 +478,16 @@ document.addEventListener("keydown", (event) => {
 document.getElementById("theme").addEventListener("click", theme);
 document.getElementById("help").addEventListener("click", showKeys);
 addEventListener("hashchange", render);
+let asking = false;  // to collect a long run takes longer than the interval
 if (DATA.live) setInterval(async () => {
+  if (asking) return;
+  asking = true;
   try {
     const answer = await fetch("data.json" + location.search, { cache: "no-store" });
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     const found = await answer.json();
     if (JSON.stringify(found.runs) !== JSON.stringify(DATA.runs)) { DATA = found; const y = scrollY; render(); scrollTo(0, y); }
     document.title = DATA.title;
-  } catch (error) { document.title = "not live: " + error.message; }
+  } catch (error) { document.title = "not live: " + error.message; } finally { asking = false; }
 }, DATA.live.seconds * 1000);
 render();
