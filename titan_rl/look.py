@@ -41,6 +41,7 @@ from titan_rl.record.sample_view import (
 )
 from titan_rl.record.samples import ROLLOUTS, EvaluationAnswers, Sample, Samples
 from titan_rl.record.terminal import open_console
+from titan_rl.record.token_view import tokenizer_of
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
 
@@ -341,18 +342,6 @@ def step_line(run: Path, step: int, last: int) -> str:
                 name = f"step {step}, the last" + (f" is {last}" if step < last else "")
                 return f"{name}: {', '.join(parts)}" if parts else ""
     return ""
-
-
-def tokenizer_of(run: Path) -> TextTokenizer | None:
-    """Return the tokenizer of a run's policy; None if neither its model's folder nor the run has it any more."""
-    folders = [run / "model", run / "hf"]
-    with suppress(ConfigError, OSError, ValueError):
-        if assets := load_of_run(run).model.hf_assets_path:
-            folders.insert(0, Path(assets))
-    for folder in folders:
-        with suppress(Exception):  # the tokenizers library raises its own
-            return TextTokenizer.load(folder)
-    return None
 
 
 # -- show --------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class RecordedRun:
             unreadable = f"it has no {CONFIG}"
         except (OSError, ValueError) as error:
             unreadable = f"{CONFIG}: {error}"
-        return cls(folder, settings, unreadable, lines, _summary(folder), in_use(folder))
+        return cls(folder, settings, unreadable, lines, summary_of(folder), in_use(folder))
 
     def setting(self, key: str) -> Any:
         """Return the run's value of a key. A key that the run's version did not have counts as its default of today;
@@ -196,7 +196,8 @@ def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
                 yield (HELD_OUT if held_out else key.split("/")[1]), found
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return summary.json; empty if it cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}

@@ -1,11 +1,14 @@
-"""Shows a conversation on the terminal, token by token: read, sampled and control tokens."""
+"""Shows a conversation on the terminal, token by token: read, sampled and control tokens. Finds a run's tokenizer."""
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
+from pathlib import Path
 
 from rich.text import Text
 
+from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.text.tokenizer import TextTokenizer
 
 STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
@@ -75,3 +78,15 @@ def _runs(tokens: Sequence[int], control: frozenset[int]) -> list[tuple[list[int
 def printed(text: str) -> str:
     """Escape what a terminal would act on; lines stay lines."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def tokenizer_of(run: Path) -> TextTokenizer | None:
+    """Return the tokenizer of a run's policy; None if neither its model's folder nor the run has it any more."""
+    folders = [run / "model", run / "hf"]
+    with suppress(ConfigError, OSError, ValueError):
+        if assets := load_of_run(run).model.hf_assets_path:
+            folders.insert(0, Path(assets))
+    for folder in folders:
+        with suppress(Exception):  # the tokenizers library raises its own
+            return TextTokenizer.load(folder)
+    return None

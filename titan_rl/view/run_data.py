@@ -11,7 +11,6 @@ the part that the page has.
 import json
 import math
 import re
-import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +27,12 @@ from titan_rl.config.toml import to_toml
 from titan_rl.record.diagnosed_run import DiagnosedRun
 from titan_rl.record.incidents import NAME as FAULTS
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.recorded_run import summary_of
 from titan_rl.record.run_history import History
+from titan_rl.record.run_lock import in_use
 from titan_rl.record.samples import EvaluationAnswers, Sample, Samples
 from titan_rl.record.summary import known_lines
+from titan_rl.record.token_view import tokenizer_of
 from titan_rl.view.token_pieces import Pieces
 from titan_rl.wire.counted import counted
 
@@ -40,7 +42,6 @@ MOST_EVALUATIONS = 60  # columns of the table of problems
 MOST_PROBLEMS = 200  # rows of it
 FEWEST_STEPS = 8  # with samples, if a budget allows only parts of steps
 MOST_CHARACTERS = 20_000  # in one text or message
-QUIET_SECONDS = 600.0  # without a line after which an unfinished run counts as ended
 
 Json = dict[str, Any]
 SAMPLE = re.compile(r"step (\d+), prompt (\d+)")
@@ -52,7 +53,6 @@ def run_data(folder: Path, *, sample_bytes: int) -> Json:
     lines = list(known_lines(folder / "metrics.jsonl"))
     left_out: list[str] = []
     history = _history(folder)
-    times = [line["time"] for line in lines]
     trained = [line for line in lines if line["kind"] in ("rl", "fit", "eval")]
     config = _config(folder)
     data: Json = {
@@ -60,18 +60,18 @@ def run_data(folder: Path, *, sample_bytes: int) -> Json:
         "folder": str(folder),
         "config": config,
         "defaults": flat(tomli.loads(to_toml(Config()))),
-        "summary": _json_file(folder / "summary.json"),
+        "summary": summary_of(folder),
         "curves": curves(trained, left_out),
         "cold_start": curves([line for line in lines if line["kind"] == "cold_start"], []),
         "events": [*_starts(lines), *_faults(folder, lines), *_saves(history)],
         "evaluations": _evaluations(folder, left_out),
-        "groups": [*_groups(folder, config, sample_bytes, left_out), *_answers(folder, sample_bytes // 3, left_out)],
+        "groups": [*_groups(folder, sample_bytes, left_out), *_answers(folder, sample_bytes // 3, left_out)],
         "findings": _findings(folder),
         "prompts": _prompts(history, left_out),
         "left_out": left_out,
     }
     data["events"].sort(key=lambda event: (event["step"], event.get("time") or 0.0))
-    data["state"] = _state(data, config, times)
+    data["state"] = _state(data, config, folder, lines)
     return data
 
 
@@ -122,13 +122,6 @@ def _short(value: Any) -> float | int | None:
     return value if isinstance(value, int) else float(f"{value:.5g}")
 
 
-def _json_file(path: Path) -> Json:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def _config(folder: Path) -> Json:
     """Return the keys of config.toml as the run wrote them, also keys of other versions."""
     with suppress(OSError, ValueError):
@@ -142,13 +135,12 @@ def _history(folder: Path) -> History | None:
     return None
 
 
-def _state(data: Json, config: Json, times: Sequence[float]) -> Json:
+def _state(data: Json, config: Json, folder: Path, lines: Sequence[Mapping[str, Any]]) -> Json:
     steps, total = data["curves"]["steps"], config.get("training.steps")
     done = steps[-1] if steps else 0
-    quiet = time.time() - times[-1] if times else math.inf
     finished = isinstance(total, int) and done >= total
-    name = "finished" if finished else "running" if quiet < QUIET_SECONDS else "ended early"
-    return {"name": name, "done": done, "total": total, "last": times[-1] if times else None}
+    name = "finished" if finished else "running" if in_use(folder) else "ended early"
+    return {"name": name, "done": done, "total": total, "last": lines[-1]["time"] if lines else None}
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -253,7 +245,7 @@ def _prompts(history: History | None, left_out: list[str]) -> list[Json]:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) -> list[Json]:
+def _groups(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
     """Return whole groups of steps that are spread over the run, within `sample_bytes`.
 
     The order of prompts is the same at every step, so that a prompt that returns in a later epoch is shown again.
@@ -264,7 +256,8 @@ def _groups(folder: Path, config: Json, sample_bytes: int, left_out: list[str]) 
         return []
     if not samples.steps:
         return []
-    pieces = Pieces.of_run(folder, config)
+    tokenizer = tokenizer_of(folder)
+    pieces = None if tokenizer is None else Pieces(tokenizer)  # without one, samples are shown as texts
     per_step = max(1, len(json.dumps([_group(group, pieces) for group in samples.groups(samples.steps[-1])])))
     steps = evenly(samples.steps, max(FEWEST_STEPS, sample_bytes // per_step))
     share, found, total = sample_bytes // len(steps), list[Json](), 0

@@ -1,8 +1,7 @@
 """Splits samples into read and sampled tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from titan_rl.record.samples import Sample
@@ -19,16 +18,6 @@ class Pieces:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
-
-    @classmethod
-    def of_run(cls, folder: Path, config: Mapping[str, Any]) -> "Pieces | None":
-        """Return None if the run's tokenizer cannot be read here: samples are then shown as texts."""
-        for path in (folder / "hf", Path(str(config.get("model.hf_assets_path", "")))):
-            try:
-                return cls(TextTokenizer.load(path))
-            except (OSError, ValueError, KeyError):
-                continue
-        return None
 
     def segments(self, sample: Sample, gaps: Sequence[float] = ()) -> list[dict[str, Any]]:
         """Return the runs of read and of sampled tokens, in order. A sampled run has a text, a log-prob and a policy
