@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", metavar="T", type=float, help="of the sampling; 0: greedy")
     parser.add_argument("--size", metavar="N", type=int, help="first problems of each set; 0: all")
     parser.add_argument("--reward", metavar="NAME", help="reward, as task.eval_reward")
-    shown = "also show N answers of each set whole: the failed ones first, then those of the lowest reward"
+    shown = "also show N answers of each set whole: failed ones first, then the lowest rewards"
     parser.add_argument("--show", metavar="N", type=int, default=0, help=shown)
     printed = "print the scores, and the answers of --show, as JSON, and the progress to stderr"
     parser.add_argument("--json", action="store_true", help=printed)

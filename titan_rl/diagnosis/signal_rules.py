@@ -257,7 +257,7 @@ def too_hard(run: History) -> Finding | None:
         since,
         run.last,
         tuple(changes),
-        f"The task is too hard for this policy{custom}. RL strengthens what is right at times: an easier mix, "
+        f"The task is too hard for this policy{custom}. RL strengthens answers that are right at times: an easier mix, "
         "supervised steps, a partial reward or a larger rollout.group_size makes some answers right.",
         facts.whole.names if facts else (),
         facts.whole.prompt if facts else None,

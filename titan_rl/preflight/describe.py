@@ -138,7 +138,7 @@ def schedule(config: Config) -> str:
 
 
 def sampling(config: Config) -> str:
-    """Describe the keys of sampling, and those that bound the policy's moves."""
+    """Describe the keys of sampling, and the bounds on the policy's moves."""
     a, r = config.algorithm, config.rollout
     parts = [("rollout.temperature", r.temperature, None), ("rollout.top_p", r.top_p, 1), ("rollout.top_k", r.top_k, 0)]
     parts += [("rollout.min_p", r.min_p, 0), ("rollout.max_new_tokens", r.max_new_tokens, None)]

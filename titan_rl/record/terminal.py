@@ -206,7 +206,7 @@ class Terminal:
         mark, ended = ("✓", "green"), ""
         try:
             yield
-        except (asyncio.CancelledError, KeyboardInterrupt):  # of a signal, or after the failure of another phase
+        except (asyncio.CancelledError, KeyboardInterrupt):  # a signal, or another phase has failed
             mark, ended = ("-", "yellow"), "  stopped"
             raise
         except BaseException:
@@ -294,7 +294,7 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float], left: float)
 
 
 def fitting(cells: Sequence[Cell], width: int) -> list[Cell]:
-    """Return the columns that fit into `width` and into 100 characters, without those that matter least."""
+    """Return the columns that fit into `width` and into 100 characters, without the least important ones."""
     shown = list(cells)
     for name in LEAST_FIRST:
         if sum(cell.width for cell in shown) > min(width, STEP_WIDTH):

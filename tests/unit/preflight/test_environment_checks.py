@@ -140,7 +140,7 @@ GOOD = "class Env:\n    def reset(self): return 'go'\n    def step(self, reply):
         (STEPS + "    def reset(self): return 5", 'expected text or messages with a "role", found 5'),
         (STEPS + "    def reset(self, level): return ''", "Env.reset: expected to require no arguments but"),
         (STEPS.replace(", reply", "") + "    def reset(self): return ''", "a step() that does not take one reply"),
-        (STEPS + "    def reset(self, row): return str(row['a'])", ""),  # of addition's first problem
+        (STEPS + "    def reset(self, row): return str(row['a'])", ""),  # the first problem of addition
         (GOOD, ""),
     ],
 )

@@ -83,7 +83,7 @@ def _check_inputs(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the key and the path of every file and folder that the run reads, without those of the Hub's cache."""
+    """Yield the key and the path of every file and folder that the run reads, except the Hub's cache."""
     named = [(key, valued(config, key)) for key in PATHS if key != "job.dump_folder"]
     named += [(f"task.sources.{name}.path", table.get("path")) for name, table in config.task.sources.items()]
     named += [(f"eval.sets.{name}.path", table.get("path")) for name, table in config.eval.sets.items()]
