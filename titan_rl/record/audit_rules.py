@@ -361,6 +361,8 @@ def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) ->
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield f"{SUMMARY}: {type(error).__name__}: {error}"
         return
+    if steps != history.last and steps in (start.step for start in history.starts[1:]):
+        return  # an earlier process wrote it, and the one that made the last step was killed before it wrote its own
     if steps != history.last:
         yield f"{SUMMARY}: {steps} steps, the ledger has {history.last}"
     if history.config is not None and seed not in (None, history.config.debug.seed):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.written_runs import WrittenRun, config
@@ -153,6 +153,14 @@ def test_a_run_without_its_old_checkpoints(run: WrittenRun) -> None:
     clean(run)
 
 
+def life(how: str, steps: int) -> dict[str, Any]:
+    keys = {"max_staleness_steps": 0, "overtake_steps": 0, "groups_per_step": 1, "dynamic_sampling": False}
+    return {**keys, "interval": 1, "snapshot_interval": 0, "how": how, "steps": steps}
+
+
+@example(
+    lives=[life("stop", 2), life("stop", 3), life("sampled", 3), life("trained", 1)]
+)  # the second wrote the summary
 @settings(max_examples=20)
 @given(
     lives=st.lists(
