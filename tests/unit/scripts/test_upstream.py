@@ -1,0 +1,82 @@
+"""docs/upstream and scripts/upstream: the patches have the form that they promise, and the command says what it sees."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import upstream
+
+KNOWN = upstream.contributions()
+MOST_LINES = 150  # changed lines of one patch without tests
+PATCHES = [patch for each in KNOWN.values() for patch in each.patches]
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    program = upstream.ROOT / "scripts/upstream.py"
+    return subprocess.run([sys.executable, program, *args], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.parent.name}/{patch.name}")
+def test_a_patch_has_the_form_of_git_am_and_is_small(patch: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "message", tmp_path / "patch"]
+    text = patch.read_text(encoding="utf-8")
+    mail = subprocess.run(["git", "mailinfo", *files], input=text, capture_output=True, text=True, check=True).stdout
+    assert "Author: titan_rl authors" in mail
+    assert "Subject: " in mail
+    assert len(files[0].read_text().split()) > 20, "the message tells problem, cause and fix"
+    lines = [sum(pair) for path, pair in upstream.changes([patch]).items() if not upstream.in_tests(path)]
+    assert sum(lines) < MOST_LINES
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_contribution_is_whole(name: str) -> None:
+    each = KNOWN[name]
+    assert (upstream.FOLDER / name / "README.md").exists()
+    assert each.patches
+    assert each.project in upstream.PROJECTS
+    assert set(each.tests) <= set(upstream.changes(each.patches)), "the new tests are in the patches"
+    assert set(each.after) <= set(KNOWN)
+    for removal in each.removes:
+        assert removal.lines() > 0
+        assert f"docs/upstream/{name}" in (upstream.ROOT / removal.file).read_text(), "a work-around names its patch"
+
+
+def test_the_page_has_the_table_of_lines_that_go_here() -> None:
+    assert upstream.lines_table() in (upstream.FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_changes_apply_to_the_installed_packages_or_the_command_names_those_that_do_not() -> None:
+    done = command("--check")
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    for name in KNOWN:
+        row = next(line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
+        assert row.endswith("| yes |") or f"{name}: does not apply to " in done.stdout
+
+
+def test_a_source_of_another_version_is_answered_by_name(tmp_path: Path) -> None:
+    (tmp_path / "torchtitan/models").mkdir(parents=True)
+    name = next(each.name for each in KNOWN.values() if each.project == "torchtitan")
+    done = command(name, "--source", f"torchtitan={tmp_path}")
+    assert done.returncode == 1
+    assert f"{name}: does not apply to {tmp_path}: torchtitan/" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_calls_are_answered_together_before_anything_runs(tmp_path: Path) -> None:
+    done = command("no-such", "--source", "torchtitan", "--keep", str(tmp_path), "--all")
+    assert done.returncode == 2
+    assert not done.stdout
+    for part in ("no contribution 'no-such'", "--source: expected PROJECT=PATH", "--keep: ", "--all takes no NAME"):
+        assert part in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", KNOWN)
+def test_new_tests_fail_before_the_change_and_pass_after_it(name: str) -> None:
+    """On the installed package, where the change applies to it and the tests' needs are met."""
+    if "does not apply" not in command("--check", name).stdout and not KNOWN[name].needs:
+        done = command(name)
+        assert done.returncode == 0, done.stdout
