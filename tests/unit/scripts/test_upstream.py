@@ -1,4 +1,4 @@
-"""docs/upstream and scripts/upstream: the patches have the form that they promise, and the command says what it sees."""
+"""docs/upstream and scripts/upstream: patches have the form that they promise, and the command says what it sees."""
 
 import subprocess
 import sys
