@@ -81,8 +81,7 @@ def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
 def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, device_type: str) -> ModelSpec:
     """Return the spec of `shape` with our attention and head, and with the overrides of the config."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
-    with private.trainer_not_imported():
-        spec.model.update_from_config(config=titan)  # fills sharding configs, which overrides copy
+    private.update_from_config(spec.model, titan)  # fills sharding configs, which overrides copy
     attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
     routed = experts.OVERRIDES if shape.experts else []
     imports = [heads.OVERRIDES[shape.head], *attention, *routed]

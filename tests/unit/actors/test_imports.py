@@ -1,6 +1,7 @@
 """What a rank's imports leave out, and that leaving it out changes nothing."""
 
 import gc
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.overlays import overlay
 from titan_rl.actors.imports import compile_deferred, without_gc
 
 RANK = """
@@ -17,30 +19,36 @@ import re, sys
 from titan_rl.actors.imports import compile_deferred, without_gc
 with without_gc(), compile_deferred():
     from titan_rl.actors.titan.model import titan_config
+from types import ModuleType
 from titan_rl.actors.titan import private
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.preflight.shapes import shape_of
 
+empty = []  # modules in the place of others
+private.ModuleType = lambda name: empty.append(name) or ModuleType(name)
+
 def spec(family):
     built = build_spec(shape_of(ModelSection(name=family)), seq_len=64)
-    with private.trainer_not_imported():
-        built.model.update_from_config(config=titan_config(Config(), Config().parallelism))
+    private.update_from_config(built.model, titan_config(Config(), Config().parallelism))
     return re.sub(" at 0x[0-9a-f]+", "", repr(built.model))
 
 lean = [spec(family) for family in ("llama3", "qwen3")]
 heavy = {"torchtitan.trainer", "tensorboard", "datasets", "pandas", "pyarrow", "aiohttp", "torch._inductor.compile_fx"}
-print(sorted(heavy & sys.modules.keys()))
+print(sorted(heavy & sys.modules.keys()), set(empty))
 import torchtitan.trainer
 print("sharding" in lean[0], lean == [spec(family) for family in ("llama3", "qwen3")])
 print(torchtitan.trainer.__file__ is not None)
 """
 
 
-def test_a_trainer_rank_imports_no_trainer_and_no_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_trainer_rank_imports_no_trainer_and_no_compiler(merged: bool, tmp_path: Path) -> None:
+    env = overlay("torchtitan", "config-without-trainer", tmp_path) if merged else {}
+    done = subprocess.run([sys.executable, "-c", RANK], env={**os.environ, **env}, capture_output=True, text=True)
     assert "leaked" not in done.stderr
-    assert done.stdout.splitlines() == ["[]", "True True", "True"], done.stderr
+    empty = "set()" if merged else "{'torchtitan.trainer'}"
+    assert done.stdout.splitlines() == [f"[] {empty}", "True True", "True"], done.stderr
 
 
 def test_what_is_deferred_is_compiled_once_with_its_settings_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +93,11 @@ import sys
 from importlib import import_module
 sys.modules["monarch"] = sys.modules["triton"] = None  # as if they were not installed
 import titan_rl.actors.titan.heads
-from torchtitan.distributed.minimal_async_ep import api
-print(api.copy_rows_to_peers_kernel is not None)
+from torchtitan.models import qwen3
+kernels = sys.modules.get("torchtitan.distributed.minimal_async_ep.kernels")
+print(kernels is None)
 try:
-    api.copy_rows_to_peers_kernel(1, rows=2)
+    kernels and kernels.copy_rows_to_peers_kernel(1, rows=2)
 except ModuleNotFoundError as error:
     print(error)
 del sys.modules["triton"]  # a kernel's own module needs it
@@ -98,7 +107,10 @@ print([name for name in sys.modules if name.startswith("monarch.")])
 """
 
 
-def test_a_ranks_own_work_is_imported_without_monarch_and_torchtitan_without_triton() -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_ranks_own_work_is_imported_without_monarch_and_torchtitan_without_triton(
+    merged: bool, tmp_path: Path
+) -> None:
     folders = ("kernels", "actors/sync", "actors/titan")
     paths = [
         path.relative_to(ROOT).with_suffix("") for folder in folders for path in sorted((ROOT / folder).glob("*.py"))
@@ -106,10 +118,10 @@ def test_a_ranks_own_work_is_imported_without_monarch_and_torchtitan_without_tri
     names = [f"titan_rl.{'.'.join(path.parts)}" for path in paths if path.name != "__init__"]
     assert {"titan_rl.actors.sync.landing", "titan_rl.actors.titan.role_model"} <= set(names)
     command = [sys.executable, "-c", WITHOUT_MONARCH_AND_TRITON, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [
-        "True",
+    env = overlay("torchtitan", "import-without-triton", tmp_path) if merged else {}
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    replaced = (
         "torchtitan.distributed.minimal_async_ep.kernels.copy_rows_to_peers_kernel needs triton, "
-        "which is not installed: pip install triton",
-        "[]",
-    ], done.stderr
+        "which is not installed: pip install triton"
+    )
+    assert done.stdout.splitlines() == (["True", "[]"] if merged else ["False", replaced, "[]"]), done.stderr
