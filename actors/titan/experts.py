@@ -17,6 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 
+from titan_rl.actors.titan import private
 from titan_rl.wire.model_shape import ModelShape
 
 
@@ -84,14 +85,22 @@ class Mixture(MoE):
 
     With tensor parallelism TorchTitan gathers the input asynchronously. If there is one row, DTensor still holds the
     unfinished gather (AsyncCollectiveTensor) when local_map hands it to the experts; local_map then waits by wait(),
-    whose result has no autograd history, so that no gradient comes back from the experts (torch 2.13)."""
+    whose result has no autograd history, so that no gradient comes back from the experts (torch 2.13). With the change
+    of docs/upstream/local-map-gradient torch keeps the gradient, and nothing is copied."""
+
+    copies_input = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         pass
 
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("tp")
+        self.copies_input = mesh is not None and not private.keeps_gradient_of_async_input(mesh)
+
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)  # a copy waits, and is recorded
+        return super().forward(x_BLD.clone() if self.copies_input else x_BLD)  # a copy waits, and is recorded
 
 
 def count_routes(model: nn.Module, counted_BL: torch.Tensor | None) -> None:

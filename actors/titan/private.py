@@ -10,6 +10,9 @@ gathers_together, group_sizes
     FSDP2 has no public way to tell which parameters it gathers together, and how large they are then.
 forget_shardings
     DTensor remembers how it sharded the results of operations, and with them the meshes of an earlier process group.
+AsyncCollectiveTensor
+    An unfinished gather, as DTensor holds it. The test whether local_map keeps its gradient (experts.py's Mixture)
+    makes one, because a real one needs all ranks.
 FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     TorchTitan compiles them when it is imported. While a rank imports it, actors/imports.py puts that off to their
     first call.
@@ -28,10 +31,14 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWriter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
@@ -43,6 +50,7 @@ __all__ = [
     "gathers_together",
     "group_sizes",
     "update_from_config",
+    "keeps_gradient_of_async_input",
 ]
 
 
@@ -94,3 +102,14 @@ def group_sizes(model: torch.nn.Module) -> dict[str, int]:
     for group, size in sizes.items():  # experts that are dealt to ranks are a separate group in their block
         summed[names[group]] += size
     return dict(summed)
+
+
+def keeps_gradient_of_async_input(mesh: DeviceMesh) -> bool:
+    """Return whether an input that is still being gathered requires a gradient inside of local_map. Communicates
+    nothing. torch 2.13 does not keep it (docs/upstream/local-map-gradient)."""
+    placements = [Replicate()] * mesh.ndim
+    with torch.enable_grad():
+        unfinished = AsyncCollectiveTensor(torch.zeros(1, device=mesh.device_type))
+        x = DTensor.from_local(unfinished, mesh, placements, run_check=False).requires_grad_()
+        asked: Any = local_map(lambda local: local.requires_grad, out_placements=None, in_placements=(placements,))
+        return asked(x)

@@ -1,6 +1,10 @@
-"""What local_map hands to a function after a gather that is not waited for. Needs torch alone, and two ranks."""
+"""Programs for two ranks: what local_map hands to a function after a gather that is not waited for.
+
+They go with the work-around, see docs/upstream/local-map-gradient.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,3 +40,20 @@ def needs_gradient(_: Path) -> dict[str, bool]:
         "unfinished": asked(asynchronous=True, copied=False),
         "unfinished, copied": asked(asynchronous=True, copied=True),
     }
+
+
+def train_tensor_parallel(folder: Path) -> tuple[list[bool], list[list[float]]]:
+    """Train a mixture of experts with tensor parallelism. Return which of its layers copy their input, and loss,
+    gradient norm and router metrics of each step."""
+    from support.rank_programs import Case, trained
+    from titan_rl.actors.titan.experts import Mixture
+
+    kind: Any = Mixture
+    copies, parallelize = list[bool](), kind.parallelize
+
+    def parallelized(layer: Mixture, dims: Any) -> None:
+        parallelize(layer, dims)
+        copies.append(layer.copies_input)
+
+    kind.parallelize = parallelized
+    return copies, trained(folder, Case(family="qwen3_moe", layout="tp2", share=False))

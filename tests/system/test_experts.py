@@ -1,13 +1,19 @@
 """A mixture of experts on gloo ranks: the mesh, and experts over ranks, show in no loss, gradient, count or export."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.async_gather import needs_gradient
+from support.async_gather import needs_gradient, train_tensor_parallel
 from support.gloo_ranks import on_ranks
+from support.patched import patched
 from support.rank_programs import STEPS, Case, train_and_export
 
 ALONE = Case(family="qwen3_moe", share=False)
@@ -51,3 +57,36 @@ def test_an_unfinished_gather_loses_its_gradient_in_local_map() -> None:
         "unfinished": False,
         "unfinished, copied": True,
     }
+
+
+PROGRAM = """
+import json
+from support.async_gather import train_tensor_parallel
+from support.gloo_ranks import on_ranks
+
+if __name__ == "__main__":
+    print(json.dumps(on_ranks(2, train_tensor_parallel)))
+"""
+
+
+def trained_apart(folder: Path, *packages: Path) -> tuple[list[bool], list[list[float]]]:
+    """Run train_tensor_parallel in processes that find `packages` before the installed ones."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*packages, *sys.path]))}
+    done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_input_is_copied_unless_torch_keeps_its_gradient(
+    tmp_path: Path, alone: tuple[list[Any], list[Any]]
+) -> None:
+    (expected,), _ = alone
+    copies, found = on_ranks(2, train_tensor_parallel)
+    assert copies == [True, True]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    mended = patched("torch", "local-map-gradient", tmp_path / "torch")
+    copies, found = trained_apart(tmp_path, mended)
+    assert copies == [False, False]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
