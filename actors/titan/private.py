@@ -49,8 +49,8 @@ __all__ = [
     "forget_shardings",
     "gathers_together",
     "group_sizes",
-    "update_from_config",
     "keeps_gradient_of_async_input",
+    "update_from_config",
 ]
 
 
