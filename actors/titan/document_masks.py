@@ -80,11 +80,7 @@ def varlen_masks(segments_G4: np.ndarray, device: torch.device) -> VarlenMetadat
     metadata = VarlenMetadata(cu_q, cu_k, int(length.max()), int((length + prefix).max()))
     if not prefix.any():
         return metadata._replace(cu_seq_k=cu_q)
-    masks = SharedMetadata(metadata, _keys(segments_G4, device))
-    for tensor in (cu_q, cu_k, *masks.keys):  # compiled blocks would compile again at each other size
-        for dim in range(tensor.dim()):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    return masks
+    return SharedMetadata(metadata, _keys(segments_G4, device))
 
 
 def classed_masks(segments_G4: np.ndarray, device: torch.device) -> ClassedSegments:

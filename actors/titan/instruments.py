@@ -8,7 +8,9 @@ from torchtitan.observability.structured_logger import init_structured_logger
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import GarbageCollection, get_peak_flops
 
+from titan_rl.actors.titan.compiled_blocks import graphs_compiled
 from titan_rl.actors.titan.model import TitanModel, shared_keys
+from titan_rl.wire.reports import COMPILED
 from titan_rl.wire.spans import span
 
 A100_PEAK_FLOPS = 312e12
@@ -32,6 +34,8 @@ class Instruments:
         ).__enter__()
         _, flops = model.spec.model.get_nparams_and_flops(model.model, config.training.seq_len)
         self._flops_per_token = flops / model.dims.non_data_parallel_size
+        self._compiles = model.titan.compile.enable
+        self._graphs = graphs_compiled()
         self._memory, self._peak_flops = None, None
         if model.device.type == "cuda":
             from torchtitan.components.metrics import build_device_memory_monitor  # imports TensorBoard
@@ -44,10 +48,15 @@ class Instruments:
         self._garbage.run(step)
         self._profiler.step()
         flops = self.tokens * self._flops_per_token / max(seconds, 1e-9)
-        metrics = {"throughput/tflops": flops / 1e12, "tokens/shared": 1 - self.tokens / max(self.unshared, 1)}
+        metrics = {"tokens/shared": 1 - self.tokens / max(self.unshared, 1)}
         self.tokens = self.unshared = 0
-        if self._peak_flops is not None:
-            metrics["throughput/mfu"] = 100 * flops / self._peak_flops
+        before, self._graphs = self._graphs, graphs_compiled()
+        if self._compiles:
+            metrics[COMPILED] = self._graphs - before
+        if self._graphs == before:  # else most of the seconds are the compiler's
+            metrics["throughput/tflops"] = flops / 1e12
+            if self._peak_flops is not None:
+                metrics["throughput/mfu"] = 100 * flops / self._peak_flops
         if self._memory is not None:
             peaks = self._memory.get_peak_stats()._asdict()
             metrics |= {f"memory/{name}": float(value) for name, value in peaks.items()}

@@ -37,7 +37,15 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import document_attention, experts, flash_attention, heads, private, titan_cpu
+from titan_rl.actors.titan import (
+    compiled_blocks,
+    document_attention,
+    experts,
+    flash_attention,
+    heads,
+    private,
+    titan_cpu,
+)
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
@@ -118,6 +126,8 @@ class TitanModel:
         titan_utils.device_module.set_device(self.device)
         self.config = config = resolved(config, self.device.type)
         self.titan = titan_config(config, parallelism)
+        if self.titan.compile.enable:
+            compiled_blocks.use_few_graphs()
         meet_in_file()
         world_size = dist_utils.init_distributed(
             self.titan.comm,

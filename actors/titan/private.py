@@ -1,5 +1,7 @@
 """Every private name of TorchTitan 0.3.0 and torch 2.13 that this project uses. Only this file imports such names.
 
+compile_counters
+    How many graphs were compiled, which torch tells nowhere else.
 CHECKPOINT_PREFIX
     What activation checkpointing adds to the names of parameters, though not in a state dict.
 StridedShard
@@ -31,6 +33,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch._dynamo.utils import counters as compile_counters
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWriter
@@ -45,6 +48,7 @@ __all__ = [
     "CHECKPOINT_PREFIX",
     "FileWriter",
     "StridedShard",
+    "compile_counters",
     "drop_unsharded_gradients",
     "forget_shardings",
     "gathers_together",

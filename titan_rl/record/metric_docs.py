@@ -122,6 +122,7 @@ DOCS: dict[str, str] = {
     "score/min": "Reward model: lowest score.",
     "score/max": "Reward model: highest score.",
     "throughput/tflops": "TFLOPS of the slowest trainer rank in the step, by TorchTitan's estimate of a token's FLOPs.",
+    "throughput/compiled": "Slowest trainer rank: graphs compiled in the step. Its TFLOPS and MFU are left out.",
     "tokens/shared": "Share of a trainer rank's tokens, padding included, that sharing among samples saved.",
     "throughput/mfu": "That as a percentage of the GPU's bfloat16 peak, where TorchTitan knows it.",
     "memory/max_active_gib": "Slowest trainer rank: most GPU memory in use in the step, in GiB.",

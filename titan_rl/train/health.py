@@ -9,7 +9,7 @@ from titan_rl.config.sections import Config
 from titan_rl.diagnosis.findings import PAGE, command
 from titan_rl.train.stragglers import STRAGGLER_FACTOR, STRAGGLER_STEPS, Stragglers
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.reports import EngineStats, StepStats
+from titan_rl.wire.reports import COMPILED, EngineStats, StepStats
 from titan_rl.wire.types import Group, PhaseName, Sample
 
 REMEDY = "A smaller learning rate, float32 instead of bfloat16, or rewards without extremes may help."
@@ -56,7 +56,8 @@ class Health:
     ) -> RunError | None:
         """Return why the run cannot continue after this step, or None. `prompts`: ids of what the step trained on."""
         paces = {name: e.seconds / e.steps for name, e in (engines or {}).items() if e.steps}
-        for straggler in [*self._ranks.seen(step, stats.ranks), *self._replicas.seen(step, paces)]:
+        ranks = {} if stats.hardware.get(COMPILED) else stats.ranks  # compiling takes longer than a step
+        for straggler in [*self._ranks.seen(step, ranks), *self._replicas.seen(step, paces)]:
             self._warn(straggler)
         unsound, all_of_them = _unsound_samples(groups)
         if unsound:

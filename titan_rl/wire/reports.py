@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+COMPILED = "throughput/compiled"
+"""Name in StepStats.hardware of the number of graphs that were compiled in the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:

@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.sections import AlgorithmSection, Config, FaultSection, JobSection
 from titan_rl.train.health import Health, Rewind, Ruined
-from titan_rl.wire.reports import StepStats
+from titan_rl.wire.reports import COMPILED, StepStats
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
@@ -102,3 +102,13 @@ def test_a_run_without_signal_ends_with_the_cause_and_where_to_look() -> None:
     assert error.details.startswith("The reward is 0.500 for all of 64 answers. ")
     assert "python -m titan_rl.why outputs/dead" in error.details
     assert "docs/it_does_not_learn.md" in error.details
+
+
+def test_a_step_that_compiled_makes_no_rank_a_straggler() -> None:
+    slow = replace(STEP, ranks={"trainer 0": 1.0, "trainer 1": 9.0})
+    for compiled, warnings in ((0, 1), (3, 0)):
+        warned: list[str] = []
+        watched = health(warned)
+        for step in range(1, 7):
+            watched.after(step, replace(slow, hardware={COMPILED: compiled}))
+        assert len(warned) == warnings
