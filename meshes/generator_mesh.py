@@ -167,9 +167,10 @@ class GeneratorMesh(Fleet):
         cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in costs.items()}, refused)
         return replace(cost, into_host=max(arrived.values(), default=0))
 
-    async def sleep(self) -> None:
-        """Stop every engine until the next pull, also with unfinished requests."""
-        await self.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
+    async def sleep(self) -> dict[Replica, tuple[int, int]]:
+        """Stop every engine until the next pull, also with unfinished requests. Return the free bytes and all bytes of
+        the GPU of each engine's first rank, or zeros."""
+        return await self.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""

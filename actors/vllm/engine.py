@@ -27,7 +27,7 @@ from titan_rl.actors.imports import import_vllm_model, use_given_threads, withou
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of, sampling_params
+from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, memory_share, problem_of, sampling_params
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
@@ -109,6 +109,13 @@ class OpenRequest:
         return after_blocks + context // block * block if begun else 0
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Return the free bytes and all bytes of this rank's GPU; zeros where there is none."""
+    import torch
+
+    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else (0, 0)
+
+
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if not ENV.items() <= os.environ.items():
@@ -126,7 +133,11 @@ class Engine:
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
-        args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps, **KEPT_LAYOUT}
+        if on_cpu:
+            args |= vllm_cpu.ENGINE_ARGS
+        else:
+            share = memory_share(settings, *gpu_memory())
+            args |= {"enable_sleep_mode": settings.sleeps, "gpu_memory_utilization": share, **KEPT_LAYOUT}
         self._kept: dict[str, bytes] | None = None  # kept sets of the last step, by the id of a sample
         self._truncates = settings.records_kept and on_cpu  # in vLLM's place
         if settings.records_kept:

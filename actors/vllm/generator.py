@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings
+from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings, gpu_memory
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.cores import here
@@ -144,13 +144,15 @@ class Generator(Actor):
         return await self._or_end(self._switched)
 
     @concurrent_endpoint
-    async def sleep(self) -> None:
-        """Rank 0. Stop sampling on every rank until the next switch. Unfinished samples wait."""
+    async def sleep(self) -> tuple[int, int]:
+        """Rank 0. Stop sampling on every rank until the next switch. Unfinished samples wait. Return the free bytes and
+        all bytes of this rank's GPU, or zeros."""
         if not self._engine.asleep:
             self._slept = asyncio.get_running_loop().create_future()
             self._next.sleep = True
             self._wake.set()
             await self._or_end(self._slept)
+        return gpu_memory()
 
     @concurrent_endpoint
     async def fingerprint(self) -> dict[str, str]:

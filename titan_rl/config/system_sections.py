@@ -126,7 +126,8 @@ class GeneratorSection:
     """Size of the KV cache of one process in MiB. 0: 256 on a CPU; what gpu_memory_utilization leaves on a GPU, by
     vLLM's measurement, or with placement.kind = "colocated" by the plan's estimate."""
     gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
-    """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU."""
+    """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU. With
+    kv_cache_memory_mb, it need not be free when the engine starts."""
     enforce_eager: Switch = "auto"
     """Run vLLM without CUDA graphs. "auto": false on a GPU, true on a CPU."""
 

@@ -321,6 +321,18 @@ def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKN
     return by_mesh
 
 
+def beside_sleeping_engine(config: Config, shape: ModelShape, free: int, total: int) -> str:
+    """Compare what a sleeping engine leaves of its GPU, as measured, with the estimates of both."""
+    need = needs(config, shape, total)["trainer"]
+    (asleep,) = need.others.values()
+    text = (
+        f"a sleeping engine leaves {gib(free)} of {gib(total)} GiB of its GPU (estimated {gib(total - asleep)}) for a "
+        f"trainer (estimated {gib(need.own.total)})"
+    )
+    advice = "lower training.local_batch_size or training.seq_len if it runs out of memory"
+    return text if need.own.total <= free else f"{text}: {advice}"
+
+
 def lent(config: Config) -> list[str]:
     """Return the frozen models that the trainer holds besides its own."""
     a = config.algorithm

@@ -35,6 +35,7 @@ from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.meshes.snapshot_store import Snapshots
+from titan_rl.preflight.memory import beside_sleeping_engine
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
@@ -278,7 +279,9 @@ async def _generators(
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)
         elif _share_gpus(setup):
-            await mesh.sleep()  # the trainers' turn to start; the first weights wake it
+            asleep = await mesh.sleep()  # the trainers' turn to start; the first weights wake it
+            if asleep:
+                terminal.note(beside_sleeping_engine(config, setup.shape, *min(asleep.values())))
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh

@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args, sampling_params
+from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args, memory_share, sampling_params
 from titan_rl.wire.types import Sampling
 
 SETTINGS = EngineSettings(
@@ -29,6 +29,15 @@ def test_the_head_is_the_models_unless_it_shall_be_float32() -> None:
 def test_a_cache_of_no_size_is_sized_by_vllm() -> None:
     assert engine_args(SETTINGS)["kv_cache_memory_bytes"] == 3 << 20
     assert engine_args(EngineSettings(model_dir="folder", kv_cache_memory_mb=0))["kv_cache_memory_bytes"] is None
+
+
+def test_a_cache_of_a_given_size_asks_for_no_more_of_the_gpu_than_is_free() -> None:
+    """A display that takes a part of a small card ended an engine that would have fitted."""
+    total = 16 << 30
+    assert memory_share(SETTINGS, total, total) == 0.9
+    assert memory_share(SETTINGS, total * 7 // 8, total) == 0.875
+    assert memory_share(SETTINGS, 0, total) == 0.001
+    assert memory_share(replace(SETTINGS, kv_cache_memory_mb=0), total // 2, total) == 0.9, "vLLM says what is missing"
 
 
 def test_a_sample_that_the_processor_truncates_is_whole_for_vllm() -> None:

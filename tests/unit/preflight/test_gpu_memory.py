@@ -10,7 +10,15 @@ from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.machine import check_gpu_memory
-from titan_rl.preflight.memory import CONTEXT, GIB, GRAPHS, cache_bytes_per_token, needs, on_gpus
+from titan_rl.preflight.memory import (
+    CONTEXT,
+    GIB,
+    GRAPHS,
+    beside_sleeping_engine,
+    cache_bytes_per_token,
+    needs,
+    on_gpus,
+)
 from titan_rl.wire.model_shape import ModelShape
 
 EIGHT, ONE = "grpo_llama3_8b", "grpo_qwen3_0_6b_1gpu"
@@ -50,6 +58,16 @@ def test_colocated_meshes_take_turns_on_a_gpu() -> None:
     kept = 12 * QWEN_600M.parameters
     assert together["generator"].nbytes - alone["generator"].nbytes > kept
     assert together["trainer"].nbytes - alone["trainer"].nbytes == CONTEXT + GRAPHS
+
+
+def test_what_a_sleeping_engine_leaves_is_compared_with_the_estimates() -> None:
+    config = on_gpus(load(find(ONE), [("generator.kv_cache_memory_mb", "3072")]), QWEN_600M, 15 * GIB)
+    enough = beside_sleeping_engine(config, QWEN_600M, 15 * GIB, 16 * GIB)
+    assert re.match(
+        r"a sleeping engine leaves 15\.0 of 16\.0 GiB of its GPU \(estimated 1[34]\.\d\) for a trainer", enough
+    )
+    assert "lower" not in enough
+    assert "lower training.local_batch_size" in beside_sleeping_engine(config, QWEN_600M, 9 * GIB, 16 * GIB)
 
 
 def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequence() -> None:
