@@ -134,7 +134,7 @@ class Engine:
         meet_in_file()
         args = engine_args(settings)
         if on_cpu:
-            args |= vllm_cpu.ENGINE_ARGS
+            args |= vllm_cpu.engine_args()
         else:
             share = memory_share(settings, *gpu_memory())
             args |= {"enable_sleep_mode": settings.sleeps, "gpu_memory_utilization": share, **KEPT_LAYOUT}

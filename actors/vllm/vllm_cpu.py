@@ -1,5 +1,6 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.wire import failpoints
@@ -12,11 +13,28 @@ ENV: dict[str, str] = {
 }
 """Launch environment of a CPU generator, on top of launch_env.ENV."""
 
-ENGINE_ARGS: dict[str, Any] = {
-    # After a partial prefill vLLM rewinds the sample's random generator, which raises for a CPU generator. Without
-    # chunks a prefill waits until it fits into one step.
-    "enable_chunked_prefill": False,
-}
+
+def engine_args() -> dict[str, Any]:
+    """Return the arguments of vLLM's EngineArgs that a CPU needs."""
+    # Without chunks a prefill waits until it fits into one step.
+    return {"enable_chunked_prefill": False} if draws_for_parts() else {}
+
+
+def draws_for_parts() -> bool:
+    """Return whether a prefill of a part of a context draws from the sample's random generator.
+
+    vLLM throws the drawn token away and rewinds the generator, which raises for a CPU generator. A vLLM with
+    docs/upstream/vllm-cpu-seeds leaves the generator out.
+    """
+    import vllm.v1.worker.cpu_worker  # before any other module of the worker, as it demands  # noqa: F401
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    skip_draws = getattr(InputBatch, "skip_draws", None)
+    if skip_draws is None:
+        return True
+    batch = SimpleNamespace(generators={0: "whole", 1: "part"}, sampling_metadata=SimpleNamespace(generators=None))
+    skip_draws(batch, [False, True])
+    return batch.sampling_metadata.generators != {0: "whole"}
 
 
 def patch() -> None:
