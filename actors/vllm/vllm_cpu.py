@@ -104,9 +104,9 @@ def keep_expert_weights() -> None:
 def reduce_over_gloo() -> None:
     """Make tensor-parallel ranks reduce over gloo instead of vLLM's shared memory.
 
-    In shared memory ranks spin: forever on a dead peer, and for long on busy cores
-    (docs/upstream/issues/vllm-cpu-shm-timeout.md). A killed rank leaves it behind in /dev/shm, and all engines of a host
-    use one name for it, which docs/upstream/vllm-cpu-shm-names repairs.
+    In shared memory ranks spin: forever on a dead peer, and for long on busy cores. A killed rank leaves it behind in
+    /dev/shm (docs/upstream/issues/vllm-cpu-shm-timeout.md). All engines of a host use one name for it, which
+    docs/upstream/vllm-cpu-shm-names repairs.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
