@@ -51,7 +51,7 @@ def keep_linear_weights() -> None:
     """Make every linear layer read its parameter.
 
     vLLM repacks linear weights for oneDNN or AMX and then drops or ignores the parameter, so that an in-place write has
-    no effect (for lm_head silently).
+    no effect (for lm_head silently). docs/upstream/vllm-cpu-weight-updates tells why this stays after its merge.
     """
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
