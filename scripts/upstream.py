@@ -287,7 +287,8 @@ class Trial:
         if not tests:
             return {}
         others = [str(path) for name, path in self.sources.items() if name not in PROJECTS]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.copy / self.project.root), *others])}
+        paths = [str(self.copy / self.project.root), *others, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         report = self.copy / "report.xml"
         report.unlink(missing_ok=True)
