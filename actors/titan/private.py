@@ -12,6 +12,7 @@ gathers_together, group_sizes
     FSDP2 has no public way to tell which parameters it gathers together, and how large they are then.
 forget_shardings
     DTensor remembers how it sharded the results of operations, and with them the meshes of an earlier process group.
+    docs/upstream/dtensor-dead-meshes has torch clear them when it destroys the group.
 AsyncCollectiveTensor
     An unfinished gather, as DTensor holds it. The test whether local_map keeps its gradient (experts.py's Mixture)
     makes one, because a real one needs all ranks.
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache, _get_fast_path_sharding_prop_cache_stats
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -79,6 +80,14 @@ def update_from_config(model: Any, config: Any) -> None:
         model.update_from_config(config=config)
     finally:
         del modules[name]
+
+
+def forget_shardings() -> bool:
+    """Clear DTensor's cached shardings after a process group was destroyed. Return False if torch had cleared them."""
+    cached = any(_get_fast_path_sharding_prop_cache_stats())
+    if cached:
+        _clear_sharding_prop_cache()
+    return cached
 
 
 def drop_unsharded_gradients(model: torch.nn.Module) -> None:

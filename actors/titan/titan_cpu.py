@@ -2,9 +2,11 @@
 
 On a machine with CUDA it changes nothing. Without CUDA:
 - TorchTitan takes "cuda" for the device type at import, because torch reports no accelerator;
-- TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks;
+- TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks
+  (docs/upstream/fsdp-gloo-divide has FSDP2 use sums on a CPU);
 - no attention backend of TorchTitan's has a CPU backward for packed documents (see document_attention.py);
-- DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard.
+- DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard
+  (docs/upstream/dtensor-cpu-draws adds one).
 """
 
 import sys
