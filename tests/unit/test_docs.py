@@ -110,7 +110,7 @@ def test_toml_blocks_have_keys_that_exist(page: Path) -> None:
 def test_programs_and_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     modules = {module.replace(".", "/") for module in re.findall(r"python -m (titan_rl(?:\.\w+)*)", text)}
-    paths = set(re.findall(r"(?<![\w/])((?:scripts|tests|actors|meshes|kernels|titan_rl)/[\w/]+(?:\.\w+)?)", text))
+    paths = set(re.findall(r"(?<![\w/-])((?:scripts|tests|actors|meshes|kernels|titan_rl)/[\w/]+(?:\.\w+)?)", text))
     missing = [m for m in modules if not any((ROOT / place).is_file() for place in (f"{m}.py", f"{m}/__main__.py"))]
     missing += [path for path in paths if not (ROOT / path).exists() and not list(ROOT.glob(f"{path}*"))]
     assert not missing
