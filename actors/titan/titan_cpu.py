@@ -1,9 +1,10 @@
 """Everything that TorchTitan 0.3.0 needs to train on a CPU, in one place.
 
 On a machine with CUDA it changes nothing. Without CUDA:
-- TorchTitan takes "cuda" for the device type at import, because torch reports no accelerator;
-- TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks
-  (docs/upstream/fsdp-gloo-divide has FSDP2 use sums on a CPU);
+- TorchTitan takes "cuda" for the device type at import, because torch reports no accelerator (docs/upstream/rl-on-cpu
+  makes it "cpu");
+- TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks (with the same change
+  it asks for sums; docs/upstream/fsdp-gloo-divide has FSDP2 use sums on a CPU);
 - no attention backend of TorchTitan's has a CPU backward for packed documents (see document_attention.py);
 - DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard
   (docs/upstream/dtensor-cpu-draws adds one).
@@ -25,8 +26,9 @@ ON_CPU = not torch.cuda.is_available()
 
 
 def use_cpu() -> None:
-    """Replace the device type that TorchTitan's modules took at import, and from each other, by "cpu"."""
-    if ON_CPU:
+    """Replace the device type that TorchTitan's modules took at import, and from each other, by "cpu", unless it is.
+    docs/upstream/rl-on-cpu makes TorchTitan take "cpu"."""
+    if ON_CPU and titan_utils.device_type != "cpu":
         for module in [m for name, m in sys.modules.items() if name.startswith("torchtitan.")]:
             for name, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
                 if name in vars(module):
@@ -34,7 +36,10 @@ def use_cpu() -> None:
 
 
 def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
-    """Reduce gradients by sums and, if parameters are gathered once, keep them from the forward to the backward."""
+    """Reduce gradients by sums and, if parameters are gathered once, keep them from the forward to the backward.
+
+    With docs/upstream/rl-on-cpu TorchTitan asks for sums itself. No public name tells whether it did, and to ask again
+    changes nothing, so this does not look."""
     if ON_CPU:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -8,20 +8,21 @@ from pathlib import Path
 UPSTREAM = Path(__file__).resolve().parents[2] / "docs/upstream"
 
 
-def overlay(package: str, contribution: str, folder: Path) -> dict[str, str]:
-    """Copy the files of a package that a contribution changes, link the others, and patch the copies. Return the
-    environment in which Python imports this package instead of the installed one."""
+def overlay(package: str, contribution: str, folder: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Copy the files of a package that a contribution changes, link the others, and patch the copies: those named by
+    `only`, or all. Return the environment in which Python imports this package instead of the installed one."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parent
     patches = sorted((UPSTREAM / contribution).glob("*.patch"))
     changed = {line.removeprefix("+++ b/") for patch in patches for line in patch.read_text().splitlines()}
-    for name in changed:
+    for name in only or changed:
         if name.startswith(f"{package}/"):
             _copy(installed, folder, name)
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    command = ["git", "apply", f"--include={package}/*", *map(str, patches)]
+    includes = [f"--include={pattern}" for pattern in only or (f"{package}/*",)]
+    command = ["git", "apply", *includes, *map(str, patches)]
     subprocess.run(command, cwd=folder, env=environment, check=True)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
