@@ -13,7 +13,7 @@ import pytest
 
 from support.async_gather import needs_gradient, train_tensor_parallel
 from support.gloo_ranks import on_ranks
-from support.patched import patched
+from support.overlays import overlay
 from support.rank_programs import STEPS, Case, train_and_export
 
 ALONE = Case(family="qwen3_moe", share=False)
@@ -62,6 +62,7 @@ def test_an_unfinished_gather_loses_its_gradient_in_local_map() -> None:
 PROGRAM = """
 import json
 from support.async_gather import train_tensor_parallel
+from support.overlays import overlay
 from support.gloo_ranks import on_ranks
 
 if __name__ == "__main__":
@@ -69,11 +70,12 @@ if __name__ == "__main__":
 """
 
 
-def trained_apart(folder: Path, *packages: Path) -> tuple[list[bool], list[list[float]]]:
-    """Run train_tensor_parallel in processes that find `packages` before the installed ones."""
+def trained_with(contribution: str, folder: Path) -> tuple[list[bool], list[list[float]]]:
+    """Run train_tensor_parallel in processes whose package has a change of docs/upstream."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*packages, *sys.path]))}
+    paths = [overlay(contribution, folder)["PYTHONPATH"], *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -86,7 +88,6 @@ def test_the_input_is_copied_unless_torch_keeps_its_gradient(
     copies, found = on_ranks(2, train_tensor_parallel)
     assert copies == [True, True]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    mended = patched("torch", "local-map-gradient", tmp_path / "torch")
-    copies, found = trained_apart(tmp_path, mended)
+    copies, found = trained_with("local-map-gradient", tmp_path)
     assert copies == [False, False]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)

@@ -59,7 +59,7 @@ def printed(program: str, environment: dict[str, str], *arguments: str) -> str:
 
 def test_the_device_type_is_replaced_where_it_is_not_the_cpu(tmp_path: Path) -> None:
     assert printed(DEVICE, {}) == "cuda, cpu"
-    assert printed(DEVICE, overlay("torchtitan", "rl-on-cpu", tmp_path, CHANGED)) == "cpu, as it was"
+    assert printed(DEVICE, overlay("rl-on-cpu", tmp_path, CHANGED)) == "cpu, as it was"
 
 
 def test_torchtitan_sums_gradients_of_gloo_ranks_only_with_the_change(tmp_path: Path) -> None:
@@ -67,5 +67,5 @@ def test_torchtitan_sums_gradients_of_gloo_ranks_only_with_the_change(tmp_path: 
     for name in ("installed", "patched"):
         (tmp_path / name).mkdir()
     assert "PREMUL_SUM" in printed(SUMS, {}, str(tmp_path / "installed"))
-    patched = overlay("torchtitan", "rl-on-cpu", tmp_path / "patched", CHANGED)
+    patched = overlay("rl-on-cpu", tmp_path / "patched", CHANGED)
     assert printed(SUMS, patched, str(tmp_path / "patched")) == "[[3.0, 3.0], [3.0, 3.0]]"

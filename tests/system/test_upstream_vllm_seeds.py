@@ -45,7 +45,7 @@ def test_samples_do_not_depend_on_chunks(model_dir: Path, tmp_path: Path, merged
     env = {**os.environ, **launch_env.ENV, **vllm_cpu.ENV, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     paths = ["tests", os.environ.get("PYTHONPATH", "")]
     if merged:
-        paths.insert(0, overlay("vllm", "vllm-cpu-seeds", tmp_path)["PYTHONPATH"])
+        paths.insert(0, overlay("vllm-cpu-seeds", tmp_path)["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(model_dir)], env=env, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""DTensor's cached meshes of a destroyed process group, with the installed torch and with docs/upstream's."""
+"""Cached meshes of a destroyed process group, with the installed torch and with docs/upstream/dtensor-dead-meshes."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ for rank in range(2):
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_shardings_of_a_destroyed_group_are_forgotten(patched: bool, tmp_path: Path) -> None:
-    env = {**os.environ, **(overlay("torch", "dtensor-dead-meshes", tmp_path) if patched else {})}
+    env = {**os.environ, **(overlay("dtensor-dead-meshes", tmp_path) if patched else {})}
     command = [sys.executable, "-c", TWO_GROUPS]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

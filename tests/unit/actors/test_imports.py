@@ -44,7 +44,7 @@ print(torchtitan.trainer.__file__ is not None)
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_trainer_rank_imports_no_trainer_and_no_compiler(merged: bool, tmp_path: Path) -> None:
-    env = overlay("torchtitan", "config-without-trainer", tmp_path) if merged else {}
+    env = overlay("config-without-trainer", tmp_path) if merged else {}
     done = subprocess.run([sys.executable, "-c", RANK], env={**os.environ, **env}, capture_output=True, text=True)
     assert "leaked" not in done.stderr
     empty = "set()" if merged else "{'torchtitan.trainer'}"
@@ -118,7 +118,7 @@ def test_a_ranks_own_work_is_imported_without_monarch_and_torchtitan_without_tri
     names = [f"titan_rl.{'.'.join(path.parts)}" for path in paths if path.name != "__init__"]
     assert {"titan_rl.actors.sync.landing", "titan_rl.actors.titan.role_model"} <= set(names)
     command = [sys.executable, "-c", WITHOUT_MONARCH_AND_TRITON, *names]
-    env = overlay("torchtitan", "import-without-triton", tmp_path) if merged else {}
+    env = overlay("import-without-triton", tmp_path) if merged else {}
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     replaced = (
         "torchtitan.distributed.minimal_async_ep.kernels.copy_rows_to_peers_kernel needs triton, "
