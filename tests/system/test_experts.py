@@ -62,7 +62,6 @@ def test_an_unfinished_gather_loses_its_gradient_in_local_map() -> None:
 PROGRAM = """
 import json
 from support.async_gather import train_tensor_parallel
-from support.overlays import overlay
 from support.gloo_ranks import on_ranks
 
 if __name__ == "__main__":
