@@ -1,0 +1,214 @@
+"""Runs of titan_rl and of TorchTitan's RL loop on the task of peer_shapes.py, measured from outside."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.peak_memory import run_and_measure
+from bench.peer_shapes import LR, SHAPES
+from bench.rows import metric_lines, run_command
+from titan_rl.actors.vllm import launch_env, vllm_cpu
+from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.text import tokenizer
+
+OURS, PEER = "titan_rl", "TorchTitan"
+WAYS = (OURS, PEER)
+SCRIPTS = Path(__file__).resolve().parents[1]
+LOOP_FILE = Path("torchtitan/experiments/rl/train.py")
+ATTENTION = Path("torchtitan/overrides/varlen_sdpa.py")  # of docs/upstream/rl-on-cpu
+PROBE = "import renderers, torchstore, torchtitan.models.qwen3, torchtitan.experiments.rl.controller"
+PROBE_SECONDS = 300
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+QUESTIONS = 4000
+PARTS = ("rollouts", "training", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. `ended` is seconds since the epoch; the parts are seconds."""
+
+    step: int
+    ended: float
+    rollouts: float = 0.0
+    training: float = 0.0
+    sync: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    command: list[str]
+    env: dict[str, str]
+    codes: tuple[int, ...] = (0,)
+
+    def run(self, log: Path) -> int:
+        """Run to the end. Return the peak memory of all processes in bytes."""
+        return run_and_measure(self.command, self.env, log, self.codes)
+
+
+def refusal(checkout: Path | None) -> str:
+    """Return why a checkout's loop cannot run here, or an empty text."""
+    if checkout is None:
+        return "expected --torchtitan PATH, a checkout of TorchTitan, found none"
+    for file, reason in (
+        (LOOP_FILE, "no checkout of TorchTitan with its RL loop"),
+        (ATTENTION, "rl-on-cpu is not applied"),
+    ):
+        if not (checkout / file).exists():
+            return f"--torchtitan: {reason}: {checkout / file} does not exist"
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE], env=peer_env(checkout), capture_output=True, text=True, timeout=PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"--torchtitan: importing the loop of {checkout} took more than {PROBE_SECONDS} s"
+    if probe.returncode:
+        error = (probe.stderr.strip().splitlines() or ["no error"])[-1]
+        return f"--torchtitan: the loop of {checkout} cannot be imported: {error}"
+    return ""
+
+
+def peer_env(checkout: Path) -> dict[str, str]:
+    """Return the environment of TorchTitan's processes. What they need besides may be on PYTHONPATH."""
+    places = [str(checkout), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **launch_env.ENV, **vllm_cpu.ENV, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def write_assets(folder: Path, name: str) -> None:
+    """Write what both loops read: a tokenizer without a chat format, and the questions."""
+    tokenizer.build(folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": PLAIN}))
+    rows = [json.dumps({"question": each, "answer": ""}) for each in islice(SHAPES[name].questions(0), QUESTIONS)]
+    (folder / "questions.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def launch(way: str, name: str, assets: Path, dump: Path, checkout: Path, steps: int, save_every: int = 0) -> Launch:
+    """Return the command that trains `steps` steps. It continues from the last checkpoint in `dump`, if there is one.
+    `save_every` 0: without checkpoints."""
+    shape = SHAPES[name]
+    threads = {"OMP_NUM_THREADS": str(shape.threads), "HF_HUB_OFFLINE": "1"}
+    if way == OURS:
+        env = {**CONTROLLER_ENV, **os.environ, **threads, "PYTHONPATH": f"{SCRIPTS.parent}{os.pathsep}{SCRIPTS}"}
+        return Launch(run_command(our_keys(name, assets, steps, save_every) | {"job.dump_folder": dump}), env)
+    # With Monarch 0.7 the controller aborts while Python exits, after a run that finished.
+    command = [sys.executable, "-m", "torchtitan.experiments.rl.train", "--module", "bench.torchtitan_peer"]
+    command += ["--config", name, "--dump_folder", str(dump), "--async_loop.num_training_steps", str(steps)]
+    if save_every:
+        command += ["--trainer.checkpoint.enable", "--trainer.checkpoint.interval", str(save_every)]
+    return Launch(command, {**peer_env(checkout), **threads, "PEER_ASSETS": str(assets)}, codes=(0, -signal.SIGABRT))
+
+
+def our_keys(name: str, assets: Path, steps: int, save_every: int) -> dict[str, Any]:
+    """Return what differs from grpo_llama."""
+    shape = SHAPES[name]
+    return {
+        "task.name": "jsonl",
+        "task.path": assets / "questions.jsonl",
+        "task.reward": "bench.peer_shapes:reward",
+        "model.name": "qwen3",
+        "model.dim": shape.dim,
+        "model.n_layers": shape.n_layers,
+        "model.n_heads": shape.n_heads,
+        "model.n_kv_heads": shape.n_kv_heads,
+        "model.hidden_dim": shape.hidden_dim,
+        "model.vocab_size": shape.vocab_size,
+        "model.enable_weight_tying": str(shape.tied).lower(),
+        "model.initializer_range": 0.02,
+        "cold_start.steps": 0,
+        "cold_start.stop_at": 0,
+        "rollout.groups_per_step": shape.groups,
+        "rollout.group_size": shape.group_size,
+        "rollout.max_new_tokens": shape.new_tokens,
+        "algorithm.entropy_coef": 0,
+        "algorithm.max_dead_steps": 0,
+        "training.steps": steps,
+        "optimizer.lr": LR,
+        "optimizer.beta2": 0.95,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay_ratio": 0,
+        "parallelism.data_parallel_shard_degree": 1,
+        "generator.max_num_seqs": shape.samples,
+        "hosts.threads": shape.threads,
+        "eval.size": 0,
+        **({"checkpoint.interval": save_every} if save_every else {"checkpoint.enable": "false"}),
+    }
+
+
+def steps_of(way: str, dump: Path) -> list[Step]:
+    """Return the steps that a run has finished, in the order in which it finished them."""
+    return our_steps(dump) if way == OURS else peer_steps(dump)
+
+
+def our_steps(dump: Path) -> list[Step]:
+    if not (dump / "metrics.jsonl").exists():
+        return []
+    return [
+        Step(line["step"], line["time"], line["time/generate"], line["time/train"], line["sync/seconds"])
+        for line in metric_lines(dump, "rl")
+    ]
+
+
+def peer_steps(dump: Path) -> list[Step]:
+    """Read the spans that TorchTitan's controller writes. It waits for the weights together with the rollouts: the
+    seconds of their transfer are subtracted."""
+    steps = list[Step]()
+    seconds = dict[str, float]()
+    for line in peer_trace(dump, "rl_controller"):
+        span, _, kind = line["log_type_name"].rpartition("_")
+        if kind != "end":
+            continue
+        seconds[span] = seconds.get(span, 0.0) + line["value"] / 1000
+        if span == "train_step":
+            sync = seconds.get("trainer_push_model_state_dict", 0.0) + seconds.get("generator_pull_model_state_dict", 0)
+            waited = seconds.get("wait_for_training_batch", 0.0)
+            training = seconds.get("forward_backward", 0.0) + seconds.get("optim_step", 0.0)
+            steps.append(Step(line["step"], line["time_us"] / 1e6, waited - sync, training, sync))
+            seconds.clear()
+    return steps
+
+
+def peer_trace(dump: Path, source: str) -> list[dict[str, Any]]:
+    """Return the records of a role, oldest first. A line that is being written is left out."""
+    found = list[dict[str, Any]]()
+    for file in dump.rglob("*.jsonl"):
+        if file.name.startswith(source):
+            found += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return sorted(found, key=lambda line: line["time_us"])
+
+
+def timed(way: str, name: str, checkout: Path, folder: Path) -> dict[str, float]:
+    """Run a shape to its end. Return seconds and the peak memory of all processes."""
+    shape, dump = SHAPES[name], folder / "run"
+    write_assets(folder / "assets", name)
+    start = launch(way, name, folder / "assets", dump, checkout, shape.steps)
+    began = time.time()
+    peak = start.run(folder / "log")
+    all_in = time.time() - began
+    steps = steps_of(way, dump)
+    if [step.step for step in steps] != list(range(1, shape.steps + 1)):
+        raise ValueError(f"{way}, {name}: expected {shape.steps} steps, found {[step.step for step in steps]}")
+    return {
+        "step, s": statistics.median(b.ended - a.ended for a, b in pairwise(steps[shape.warm_up - 1 :])),
+        **{f"{part}, s": statistics.median(getattr(step, part) for step in steps[shape.warm_up :]) for part in PARTS},
+        "command to first step, s": steps[0].ended - began,
+        f"command to end, {shape.steps} steps, s": all_in,
+        "memory at the peak, GiB": peak / 2**30,
+    }
+
+
+def with_env(start: Launch, more: Mapping[str, str]) -> Launch:
+    return replace(start, env={**start.env, **more})
+
+
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="peer-")
