@@ -35,7 +35,7 @@ from bench.peer_shapes import SHAPES
 from bench.rows import BENCHMARKS, append_rows, csv_rows, in_turn, ran_on
 
 CHOICES = ("time", "lines", "faults")
-SMALL = "toy"  # of the faults and the lines
+SMALL = "toy"  # shape for faults and lines
 USAGE = 2
 Rows = Sequence[Mapping[str, str]]
 
@@ -103,7 +103,7 @@ def base() -> str:
 
 def tables(rows: Rows) -> dict[str, list[tuple[str, str, str, str]]]:
     """Return the lines of a table per shape: a measure, its values in both ways, and the ratio of their medians. A
-    measure's rows are those of the commit that measured it last."""
+    measure has the rows of the commit that measured it last."""
     found = dict[str, list[tuple[str, str, str, str]]]()
     for shape in dict.fromkeys(row["shape"] for row in rows):
         own = [row for row in rows if row["shape"] == shape]
@@ -117,9 +117,9 @@ def table_lines(rows: Rows) -> Iterator[tuple[str, str, str, str]]:
         same = [row for row in same if row["commit"] == same[-1]["commit"]]
         values = {way: [float(row["value"]) for row in same if row["way"] == way] for way in WAYS}
         notes = {way: next((row["note"] for row in reversed(same) if row["way"] == way), "") for way in WAYS}
-        cells = [shown(values[way], notes[way]) for way in WAYS]
         ours, peers = (statistics.median(values[way]) if values[way] else 0.0 for way in (OURS, PEER))
-        yield measure, *cells, f"{peers / ours:.2f}" if ours and peers else ""
+        ratio = f"{peers / ours:.2f}" if ours and peers else ""
+        yield measure, shown(values[OURS], notes[OURS]), shown(values[PEER], notes[PEER]), ratio
 
 
 def shown(values: Sequence[float], note: str) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from bench.peer_runs import OURS, Launch, launch, peer_trace, steps_of, temporary, with_env, write_assets
+from bench.peer_runs import OURS, Launch, Step, launch, peer_trace, steps_of, temporary, with_env, write_assets
 from bench.peer_shapes import SHAPES
 from titan_rl.control.client import Endpoint
+from titan_rl.wire.counted import counted
 
 VICTIMS = ("trainer", "generator", "controller")
 STEPS, SAVE_EVERY, KILL_AFTER = 10, 4, 6
@@ -28,7 +29,7 @@ class Outcome:
     """What became of a run after a kill."""
 
     finished: bool
-    commands: int  # 1: the run went on by itself
+    commands: int  # 1: the run continued by itself
     hung: bool  # it neither ended nor took a step for HANG_SECONDS
     seconds: float  # from the kill to the end of the next step; a hang is not counted
     again: int  # steps that had ended before the kill, and were taken again
@@ -37,11 +38,12 @@ class Outcome:
     left: int  # processes that live LEFT_SECONDS after the command has ended
 
     def text(self) -> str:
-        left = f", {self.left} processes left" * bool(self.left)
+        left = f", processes left: {self.left}" * bool(self.left)
         if not self.finished:
             return "the run does not finish" + left
         how = "by itself" if self.commands == 1 else "hangs, same command again" if self.hung else "same command again"
-        return f"{how}: {self.again} steps again, {self.repeated} prompts repeated, {self.lost} lost{left}"
+        again, repeated = counted(self.again, "step"), counted(self.repeated, "prompt")
+        return f"{how}: {again} again, {repeated} repeated, {self.lost} lost{left}"
 
 
 def survive(way: str, victim: str, name: str, checkout: Path) -> Outcome:
@@ -68,7 +70,7 @@ class Trial:
         pid = process.pid if victim == "controller" else self._pid_of(victim)
         os.kill(pid, signal.SIGKILL)
         killed, before, first_draws = time.time(), self._last(), len(self._drawn())
-        hung, commands, left, idle = not self._ends(process), 1, 0, 0.0
+        hung, commands, left, idle = not self._ends(process, HANG_SECONDS), 1, 0, 0.0
         if self._last() < STEPS:
             time.sleep(LEFT_SECONDS)
             left, commands = len(self._alive()) - hung, 2
@@ -76,8 +78,8 @@ class Trial:
             first_draws = len(self._drawn())
             idle = time.time() - killed
             process = self._begin()
-            self._ends(process)
-        after = [step for step in steps_of(self._way, self._dump) if step.ended > killed]
+            self._ends(process, START_SECONDS)
+        after = [step for step in self._steps() if step.ended > killed]
         resumed = min((step.step for step in after), default=STEPS + 1)
         history = self._history(first_draws, resumed if commands == 2 else STEPS + 1)
         return Outcome(
@@ -101,7 +103,10 @@ class Trial:
             return subprocess.Popen(self._launch.command, env=self._launch.env, stdout=log, stderr=subprocess.STDOUT)
 
     def _last(self) -> int:
-        return max((step.step for step in steps_of(self._way, self._dump)), default=0)
+        return max((step.step for step in self._steps()), default=0)
+
+    def _steps(self) -> list[Step]:
+        return steps_of(self._way, self._dump)
 
     def _wait(self, process: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -110,13 +115,14 @@ class Trial:
                 raise RuntimeError(f"expected a run that continues:\n{(self._folder / 'log').read_text()[-4000:]}")
             time.sleep(POLL_SECONDS)
 
-    def _ends(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait until a command ends, or takes no step for HANG_SECONDS: START_SECONDS before its first one."""
-        last, began = self._last(), time.monotonic()
+    def _ends(self, process: subprocess.Popen[bytes], patience: float) -> bool:
+        """Wait until a command ends. Return False if it takes no step for `patience` seconds: HANG_SECONDS after its
+        first step, or after the kill."""
+        steps, began = self._steps(), time.monotonic()
         while process.poll() is None:
-            if self._last() != last:
-                last, began = self._last(), time.monotonic()
-            if time.monotonic() - began > HANG_SECONDS:
+            if self._steps() != steps:
+                steps, began, patience = self._steps(), time.monotonic(), HANG_SECONDS
+            if time.monotonic() - began > patience:
                 return False
             time.sleep(10 * POLL_SECONDS)
         return True

@@ -29,9 +29,9 @@ class PeerShape:
     group_size: int
     new_tokens: int
     question: str
-    threads: int  # of each process that computes
+    threads: int  # in each process that computes
     warm_up: int  # steps that the median leaves out
-    steps: int  # of a timed run, warm-up included
+    steps: int  # in a timed run, warm-up included
 
     @property
     def samples(self) -> int:
@@ -81,7 +81,7 @@ SHAPES = {
         groups=8,
         group_size=8,
         new_tokens=16,
-        question="what is {} plus {} in digits?",
+        question="in digits, {} plus {} is ..=",
         threads=2,
         warm_up=1,
         steps=4,

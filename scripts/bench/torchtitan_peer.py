@@ -3,6 +3,9 @@
 PYTHONPATH=CHECKOUT:scripts python -m torchtitan.experiments.rl.train --module bench.torchtitan_peer --config toy
 """
 
+# pyright: reportMissingImports=false, reportIncompatibleVariableOverride=false, reportCallIssue=false
+# Its types are those of a newer TorchTitan than the installed one.
+
 from __future__ import annotations
 
 import os
@@ -11,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from renderers import Message  # pyright: ignore[reportMissingImports]
-from torchtitan.components.checkpointer import CheckpointManager  # pyright: ignore
-from torchtitan.components.loss import ChunkedLossWrapper  # pyright: ignore
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # pyright: ignore
-from torchtitan.config import (  # pyright: ignore
+from renderers import Message
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import (
     CompileConfig,
     Configurable,
     DebugConfig,
@@ -23,28 +26,28 @@ from torchtitan.config import (  # pyright: ignore
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.experiments.rl.actors.generator import (  # pyright: ignore
+from torchtitan.experiments.rl.actors.generator import (
     SamplingConfig,
     VLLMCudagraphConfig,
     VLLMGenerator,
 )
-from torchtitan.experiments.rl.actors.trainer import PolicyTrainer  # pyright: ignore
-from torchtitan.experiments.rl.components.batcher import BatchConfig, Batcher  # pyright: ignore
-from torchtitan.experiments.rl.components.training_sample_builder import TrainingSampleBuilder  # pyright: ignore
-from torchtitan.experiments.rl.controller import AsyncLoopConfig, Controller, ValidationConfig  # pyright: ignore
-from torchtitan.experiments.rl.environment import (  # pyright: ignore
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.components.batcher import BatchConfig, Batcher
+from torchtitan.experiments.rl.components.training_sample_builder import TrainingSampleBuilder
+from torchtitan.experiments.rl.controller import AsyncLoopConfig, Controller, ValidationConfig
+from torchtitan.experiments.rl.environment import (
     MessageEnv,
     MessageEnvInitOutput,
     MessageEnvStepOutput,
 )
-from torchtitan.experiments.rl.losses import GRPOLoss  # pyright: ignore
-from torchtitan.experiments.rl.models.vllm_registry import InferenceParallelismConfig  # pyright: ignore
-from torchtitan.experiments.rl.renderer import RendererConfig  # pyright: ignore
-from torchtitan.experiments.rl.rollout import Rollout  # pyright: ignore
-from torchtitan.experiments.rl.rollout.rollouter import Rollouter  # pyright: ignore
-from torchtitan.experiments.rl.rubrics import RewardFn, Rubric  # pyright: ignore
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear  # pyright: ignore
-from torchtitan.models.qwen3 import (  # pyright: ignore
+from torchtitan.experiments.rl.losses import GRPOLoss
+from torchtitan.experiments.rl.models.vllm_registry import InferenceParallelismConfig
+from torchtitan.experiments.rl.renderer import RendererConfig
+from torchtitan.experiments.rl.rollout import Rollout
+from torchtitan.experiments.rl.rollout.rollouter import Rollouter
+from torchtitan.experiments.rl.rubrics import RewardFn, Rubric
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
     _LINEAR_INIT,
     Qwen3Model,
