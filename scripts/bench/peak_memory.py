@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,9 +13,8 @@ WAIT_FACTOR = 50  # waits last this many times longer than measurements, which u
 MOST_SECONDS = 5400  # deadline of one command
 
 
-def run_and_measure(command: Sequence[str], env: Mapping[str, str], log: Path, codes: Collection[int] = (0,)) -> int:
-    """Run a command to its end, with one of the exit `codes`; it prints into `log`. Return the peak memory of all its
-    processes in bytes."""
+def run_and_measure(command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end; it prints into `log`. Return the peak memory of all its processes in bytes."""
     peak, ends = 0, time.monotonic() + MOST_SECONDS
     with log.open("wb") as out, subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT) as process:
         wait = POLL_SECONDS
@@ -29,7 +28,7 @@ def run_and_measure(command: Sequence[str], env: Mapping[str, str], log: Path, c
             began = time.monotonic()
             peak = max(peak, memory_of(process.pid))
             wait = max(POLL_SECONDS, WAIT_FACTOR * (time.monotonic() - began))
-    if process.returncode not in codes:
+    if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
     return peak
 

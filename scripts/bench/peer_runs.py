@@ -8,15 +8,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.peak_memory import run_and_measure
+import psutil
+
+from bench.peak_memory import WAIT_FACTOR, memory_of
 from bench.peer_shapes import LR, SHAPES
 from bench.rows import metric_lines, run_command
+from bench.startup import cpu_seconds
 from titan_rl.actors.vllm import launch_env, vllm_cpu
 from titan_rl.environment import CONTROLLER_ENV
 from titan_rl.text import tokenizer
@@ -28,6 +33,7 @@ LOOP_FILE = Path("torchtitan/experiments/rl/train.py")
 ATTENTION = Path("torchtitan/overrides/varlen_sdpa.py")  # docs/upstream/rl-on-cpu adds it
 PROBE = "import renderers, torchstore, torchtitan.models.qwen3, torchtitan.experiments.rl.controller"
 PROBE_SECONDS = 300
+MOST_SECONDS, POLL_SECONDS = 5400, 0.5
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 QUESTIONS = 4000
 PARTS = ("rollouts", "training", "sync")
@@ -50,9 +56,41 @@ class Launch:
     env: dict[str, str]
     codes: tuple[int, ...] = (0,)
 
-    def run(self, log: Path) -> int:
-        """Run to the end. Return the peak memory of all processes in bytes."""
-        return run_and_measure(self.command, self.env, log, self.codes)
+    def run(self, log: Path) -> "Observed":
+        """Run to the end, and observe all processes meanwhile."""
+        seen, ends = Observed(), time.monotonic() + MOST_SECONDS
+        with log.open("wb") as out, subprocess.Popen(self.command, env=self.env, stdout=out, stderr=out) as process:
+            while process.poll() is None:
+                if time.monotonic() > ends:
+                    process.kill()
+                    raise TimeoutError(f"{' '.join(self.command)} took more than {MOST_SECONDS} seconds")
+                seen.look(process.pid)
+                time.sleep(POLL_SECONDS)
+        if process.returncode not in self.codes:
+            raise RuntimeError(f"{self.command} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        return seen
+
+
+@dataclass
+class Observed:
+    """Samples of a run's processes: the most memory in bytes, and CPU seconds by time."""
+
+    peak: int = 0
+    cpu: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    next_memory: float = 0.0
+
+    def look(self, pid: int) -> None:
+        with suppress(psutil.Error):
+            self.cpu.append((time.time(), cpu_seconds(pid)))
+        if (began := time.monotonic()) >= self.next_memory:
+            self.peak = max(self.peak, memory_of(pid))
+            self.next_memory = time.monotonic() + WAIT_FACTOR * (time.monotonic() - began)
+
+    def cpu_at(self, moment: float) -> float:
+        """Return the CPU seconds used until a moment, between two samples in proportion."""
+        place = bisect(self.cpu, (moment, 0.0))
+        (a, low), (b, high) = self.cpu[max(0, place - 1)], self.cpu[min(place, len(self.cpu) - 1)]
+        return low if a == b else low + (high - low) * (moment - a) / (b - a)
 
 
 def refusal(checkout: Path | None) -> str:
@@ -165,6 +203,8 @@ def peer_steps(dump: Path) -> list[Step]:
     seconds = dict[str, float]()
     for line in peer_trace(dump, "rl_controller"):
         span, _, kind = line["log_type_name"].rpartition("_")
+        if (span, kind) == ("train_step", "error"):
+            seconds["failed"] = 1.0  # its end follows
         if kind != "end":
             continue
         seconds[span] = seconds.get(span, 0.0) + line["value"] / 1000
@@ -172,7 +212,8 @@ def peer_steps(dump: Path) -> list[Step]:
             sync = seconds.get("trainer_push_model_state_dict", 0.0) + seconds.get("generator_pull_model_state_dict", 0)
             waited = seconds.get("wait_for_training_batch", 0.0)
             training = seconds.get("forward_backward", 0.0) + seconds.get("optim_step", 0.0)
-            steps.append(Step(line["step"], line["time_us"] / 1e6, waited - sync, training, sync))
+            if "failed" not in seconds:
+                steps.append(Step(line["step"], line["time_us"] / 1e6, waited - sync, training, sync))
             seconds.clear()
     return steps
 
@@ -192,7 +233,7 @@ def timed(way: str, name: str, checkout: Path, folder: Path) -> dict[str, float]
     write_assets(folder / "assets", name)
     start = launch(way, name, folder / "assets", dump, checkout, shape.steps)
     began = time.time()
-    peak = start.run(folder / "log")
+    seen = start.run(folder / "log")
     all_in = time.time() - began
     steps = steps_of(way, dump)
     if [step.step for step in steps] != list(range(1, shape.steps + 1)):
@@ -200,9 +241,12 @@ def timed(way: str, name: str, checkout: Path, folder: Path) -> dict[str, float]
     return {
         "step, s": statistics.median(b.ended - a.ended for a, b in pairwise(steps[shape.warm_up - 1 :])),
         **{f"{part}, s": statistics.median(getattr(step, part) for step in steps[shape.warm_up :]) for part in PARTS},
+        "CPU seconds of a step": (seen.cpu_at(steps[-1].ended) - seen.cpu_at(steps[shape.warm_up - 1].ended))
+        / (shape.steps - shape.warm_up),
         "command to first step, s": steps[0].ended - began,
+        "command to first step, CPU s": seen.cpu_at(steps[0].ended),
         f"command to end, {shape.steps} steps, s": all_in,
-        "memory at the peak, GiB": peak / 2**30,
+        "memory at the peak, GiB": seen.peak / 2**30,
     }
 
 

@@ -84,6 +84,6 @@ SHAPES = {
         question="in digits, {} plus {} is ..=",
         threads=2,
         warm_up=1,
-        steps=4,
+        steps=3,
     ),
 }
