@@ -35,7 +35,7 @@ class Outcome:
     again: int  # steps that had ended before the kill, and were taken again
     repeated: int  # prompts that steps of the final history share
     lost: int  # prompts that no step of the final history has, although it has later ones
-    left: int  # processes that live LEFT_SECONDS after the command has ended
+    left: int  # processes that live LEFT_SECONDS after the command has ended by itself
 
     def text(self) -> str:
         left = f", processes left: {self.left}" * bool(self.left)
@@ -73,7 +73,7 @@ class Trial:
         hung, commands, left, idle = not self._ends(process, HANG_SECONDS), 1, 0, 0.0
         if self._last() < STEPS:
             time.sleep(LEFT_SECONDS)
-            left, commands = len(self._alive()) - hung, 2
+            left, commands = 0 if hung else len(self._alive()), 2
             self.kill_all()
             first_draws = len(self._drawn())
             idle = time.time() - killed
@@ -124,12 +124,12 @@ class Trial:
                 steps, began, patience = self._steps(), time.monotonic(), HANG_SECONDS
             if time.monotonic() - began > patience:
                 return False
-            time.sleep(10 * POLL_SECONDS)
+            time.sleep(50 * POLL_SECONDS)  # each look reads all records
         return True
 
     def _pid_of(self, victim: str) -> int:
         if self._way != OURS:
-            return peer_trace(self._dump, f"rl_{victim}")[-1]["pid"]
+            return peer_trace(self._dump, f"rl_{victim}", ["structured_logger"])[-1]["pid"]
         status = Endpoint.find(self._dump).ask("status", {}, ASK_SECONDS)
         return next(rank["pid"] for rank in status["ranks"] if rank["rank"].startswith(victim))
 

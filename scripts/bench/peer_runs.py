@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -36,6 +36,8 @@ PROBE_SECONDS = 300
 MOST_SECONDS, POLL_SECONDS = 5400, 0.5
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 QUESTIONS = 4000
+WEIGHTS = ("trainer_push_model_state_dict", "generator_pull_model_state_dict")
+SPANS = (*WEIGHTS, "wait_for_training_batch", "forward_backward", "optim_step", "train_step")
 PARTS = ("rollouts", "training", "sync")
 
 
@@ -99,7 +101,7 @@ def refusal(checkout: Path | None) -> str:
         return "expected --torchtitan PATH, a checkout of TorchTitan, found none"
     for file, reason in (
         (LOOP_FILE, "no checkout of TorchTitan with its RL loop"),
-        (ATTENTION, "rl-on-cpu is not applied"),
+        (ATTENTION, "docs/upstream/rl-on-cpu is not applied"),
     ):
         if not (checkout / file).exists():
             return f"--torchtitan: {reason}: {checkout / file} does not exist"
@@ -201,7 +203,7 @@ def peer_steps(dump: Path) -> list[Step]:
     seconds of their transfer are subtracted."""
     steps = list[Step]()
     seconds = dict[str, float]()
-    for line in peer_trace(dump, "rl_controller"):
+    for line in peer_trace(dump, "rl_controller", SPANS):
         span, _, kind = line["log_type_name"].rpartition("_")
         if (span, kind) == ("train_step", "error"):
             seconds["failed"] = 1.0  # its end follows
@@ -209,7 +211,7 @@ def peer_steps(dump: Path) -> list[Step]:
             continue
         seconds[span] = seconds.get(span, 0.0) + line["value"] / 1000
         if span == "train_step":
-            sync = seconds.get("trainer_push_model_state_dict", 0.0) + seconds.get("generator_pull_model_state_dict", 0)
+            sync = sum(seconds.get(each, 0.0) for each in WEIGHTS)
             waited = seconds.get("wait_for_training_batch", 0.0)
             training = seconds.get("forward_backward", 0.0) + seconds.get("optim_step", 0.0)
             if "failed" not in seconds:
@@ -218,12 +220,13 @@ def peer_steps(dump: Path) -> list[Step]:
     return steps
 
 
-def peer_trace(dump: Path, source: str) -> list[dict[str, Any]]:
-    """Return the records of a role, oldest first. A line that is being written is left out."""
+def peer_trace(dump: Path, source: str, spans: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a role's records of these spans, oldest first. A line that is being written is left out."""
     found = list[dict[str, Any]]()
-    for file in dump.rglob("*.jsonl"):
-        if file.name.startswith(source):
-            found += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    for file in dump.rglob(f"{source}.*.jsonl"):
+        with file.open() as lines:  # hundreds of megabytes, if the loop repeats failing rollouts
+            wanted = (line for line in lines if line.endswith("\n") and any(f'"{span}_' in line for span in spans))
+            found += map(json.loads, wanted)
     return sorted(found, key=lambda line: line["time_us"])
 
 

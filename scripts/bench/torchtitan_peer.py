@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from renderers import Message
+from torch import nn
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -47,14 +49,10 @@ from torchtitan.experiments.rl.rollout import Rollout
 from torchtitan.experiments.rl.rollout.rollouter import Rollouter
 from torchtitan.experiments.rl.rubrics import RewardFn, Rubric
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.qwen3 import (
-    _EMBEDDING_INIT,
-    _LINEAR_INIT,
-    Qwen3Model,
-    _build_qwen3_layers,
-    _qwen3_norm,
-    model_registry,
-)
+from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.qwen3 import Qwen3Model, model_registry
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 from bench.peer_shapes import LR, SHAPES, PeerShape, reward
 
@@ -104,8 +102,8 @@ class Digits(RewardFn):
         pass
 
     async def __call__(self, rollout: Rollout, env_input: object) -> float:
-        message = rollout.turns[-1].completion_message or {}
-        return reward(str(message.get("content") or ""))
+        message = rollout.turns[-1].completion_message if rollout.turns else None  # no turns: the generator failed
+        return reward(str((message or {}).get("content") or ""))
 
 
 class SumsRollouter(Rollouter):
@@ -117,32 +115,50 @@ class SumsRollouter(Rollouter):
         message_env: OneTurn.Config = field(default_factory=OneTurn.Config)
 
 
+NORMAL = {"weight": partial(nn.init.normal_, std=0.02)}
+
+
+def norm(size: int) -> Any:
+    return RMSNorm.Config(normalized_shape=size, eps=1e-6, param_init={"weight": nn.init.ones_})
+
+
 def model_spec(shape: PeerShape) -> Any:
-    """Return a Qwen3 of the shape, as the entries of torchtitan.models.qwen3.qwen3_configs are built."""
-    head_dim = shape.dim // shape.n_heads
+    """Return a Qwen3 of the shape, built like the ones that TorchTitan ships."""
     spec = model_registry("debugmodel", attn_backend="varlen")
     spec.flavor = "peer"
     spec.model = Qwen3Model.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,
-        norm=_qwen3_norm(shape.dim),
+        norm=norm(shape.dim),
         enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=_EMBEDDING_INIT
-        ),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT),
-        layers=_build_qwen3_layers(
-            n_layers=shape.n_layers,
+        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=NORMAL),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=NORMAL),
+        layers=[layer(shape) for _ in range(shape.n_layers)],
+    )
+    return spec
+
+
+def layer(shape: PeerShape) -> Any:
+    head_dim = shape.dim // shape.n_heads
+    return Qwen3TransformerBlock.Config(
+        attention_norm=norm(shape.dim),
+        ffn_norm=norm(shape.dim),
+        attention=make_gqa_config(
             dim=shape.dim,
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             head_dim=head_dim,
-            hidden_dim=shape.hidden_dim,
-            attn_backend="varlen",
+            wqkv_param_init=NORMAL,
+            wo_param_init=NORMAL,
+            inner_attention=get_attention_config("varlen"),
+            fuse_qkv=True,
             rope=CosSinRoPE.Config(dim=head_dim, max_context_length=4096, theta=10000.0),
+            qk_norm=norm(head_dim),
+        ),
+        feed_forward=make_ffn_config(
+            dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=NORMAL, w2w3_param_init=NORMAL
         ),
     )
-    return spec
 
 
 def config(name: str) -> Any:
