@@ -4,7 +4,7 @@ PYTHONPATH=CHECKOUT:scripts python -m torchtitan.experiments.rl.train --module b
 """
 
 # pyright: reportMissingImports=false, reportIncompatibleVariableOverride=false, reportCallIssue=false
-# Its types are those of a newer TorchTitan than the installed one.
+# The installed TorchTitan is older than the checkout that this file imports.
 
 from __future__ import annotations
 
