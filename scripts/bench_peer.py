@@ -103,7 +103,7 @@ def base() -> str:
 
 def tables(rows: Rows) -> dict[str, list[tuple[str, str, str, str]]]:
     """Return the lines of a table per shape: a measure, its values in both ways, and the ratio of their medians. A
-    measure has the rows of the commit that measured it last."""
+    measure has, of each way, the rows of the commit that measured it last."""
     found = dict[str, list[tuple[str, str, str, str]]]()
     for shape in dict.fromkeys(row["shape"] for row in rows):
         own = [row for row in rows if row["shape"] == shape]
@@ -114,7 +114,8 @@ def tables(rows: Rows) -> dict[str, list[tuple[str, str, str, str]]]:
 def table_lines(rows: Rows) -> Iterator[tuple[str, str, str, str]]:
     for measure in dict.fromkeys(row["measure"] for row in rows):
         same = [row for row in rows if row["measure"] == measure]
-        same = [row for row in same if row["commit"] == same[-1]["commit"]]
+        newest = {row["way"]: row["commit"] for row in same}
+        same = [row for row in same if row["commit"] == newest[row["way"]]]
         values = {way: [float(row["value"]) for row in same if row["way"] == way] for way in WAYS}
         notes = {way: next((row["note"] for row in reversed(same) if row["way"] == way), "") for way in WAYS}
         ours, peers = (statistics.median(values[way]) if values[way] else 0.0 for way in (OURS, PEER))
