@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run titan_rl's CUDA paths on a machine with GPUs for about ten minutes, and write one report to send to us.
+"""Run titan_rl's CUDA paths on a machine with GPUs for ten to forty minutes, and write one report to send to us.
 
     ./scripts/gpu_smoke                           # everything
     ./scripts/gpu_smoke --only doctor tests       # some parts
@@ -32,6 +32,9 @@ from titan_rl.wire.gpus import Gpus, found_gpus
 ROOT = Path(__file__).resolve().parents[1]
 TAIL = 200  # lines of each part's output that the report keeps
 GRACE = 30  # seconds to stop in
+RUN_SECONDS = {"cpu": 180, "cuda": 480}
+"""Limit of each part that is a run. A cold start on a GPU compiles vLLM's graphs and the trainers' blocks, for which
+comm.init_timeout_seconds allows 300 s."""
 TINY = {  # small enough for any GPU, long enough for several weight syncs, an evaluation and a checkpoint
     "cold_start.steps": 30,
     "cold_start.stop_at": 0,
@@ -103,7 +106,7 @@ def parts_for(device: str, gpus: Gpus, folder: Path) -> list[Part]:
         flags = {**TINY, **(CUDA if device == "cuda" else {}), **keys, "hosts.device": device, "job.dump_folder": dump}
         named = [f"--{key}={value}" for key, value in flags.items()]
         command = [python, "-m", "titan_rl.run", "--config", config, "--job.fresh", *named]
-        return Part(name, what, command, 180, dump)
+        return Part(name, what, command, RUN_SECONDS[device], dump)
 
     trainers = max(1, min(4, gpus.count // 2))
     apart = {
@@ -161,7 +164,7 @@ def execute(part: Part) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             text, _ = process.communicate()
-        part.ended = f"stopped after {part.seconds} s"
+        part.ended = f"stopped by this script's limit of {part.seconds} s"
     part.took = time.monotonic() - began
     part.output = text.splitlines()[-TAIL:]
 
