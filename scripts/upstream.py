@@ -53,7 +53,7 @@ PROJECTS = {
 
 @dataclass(frozen=True)
 class Removal:
-    """Names what is deleted in titan_rl when a contribution is merged. Without names, the whole file is."""
+    """Names the code that titan_rl deletes when a contribution is merged. Without names, it is the whole file."""
 
     file: str
     names: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ def link_tree(source: Path, to: Path, touched: set[Path]) -> None:
 
 @dataclass
 class Result:
-    """Collects what was seen of one contribution."""
+    """Collects the outcome of one trial."""
 
     name: str
     source: str

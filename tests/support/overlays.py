@@ -7,8 +7,8 @@ import upstream
 
 
 def overlay(contribution: str, folder: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
-    """Apply a contribution, or what it changes in the files of `only`, to a copy of the installed package in `folder`.
-    Return the environment in which Python imports the copy."""
+    """Apply a contribution, or its part in the files of `only`, to a copy of the installed package in `folder`. Return
+    the environment in which Python imports the copy."""
     trial = upstream.Trial(upstream.contributions()[contribution], {}, folder)
     trial.make_copy(checkout=False)
     wrong = trial.apply(

@@ -37,7 +37,9 @@ def test_a_cache_of_a_given_size_asks_for_no_more_of_the_gpu_than_is_free() -> N
     assert memory_share(SETTINGS, total, total) == 0.9
     assert memory_share(SETTINGS, total * 7 // 8, total) == 0.875
     assert memory_share(SETTINGS, 0, total) == 0.001
-    assert memory_share(replace(SETTINGS, kv_cache_memory_mb=0), total // 2, total) == 0.9, "vLLM says what is missing"
+    assert memory_share(replace(SETTINGS, kv_cache_memory_mb=0), total // 2, total) == 0.9, (
+        "vLLM names the missing memory"
+    )
 
 
 def test_a_sample_that_the_processor_truncates_is_whole_for_vllm() -> None:

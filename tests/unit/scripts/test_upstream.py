@@ -1,4 +1,4 @@
-"""docs/upstream and scripts/upstream: patches have the form that they promise, and the command says what it sees."""
+"""docs/upstream and scripts/upstream: patches have the form of git am, and the command reports each outcome."""
 
 import subprocess
 import sys
