@@ -271,7 +271,8 @@ class Trial:
         result.problems += [f"{test} {outcome}" for test, outcome in seen_after.items() if outcome != "passed"]
         if not seen_after:
             result.problems.append("no new test ran")
-        result.own = f"{summary(own_before)} -> {summary(own_after)}" if own_after else "need a checkout"
+        elsewhere = "not in the package" if self.project.compiled else "need a checkout"
+        result.own = f"{summary(own_before)} -> {summary(own_after)}" if own_after else elsewhere
         result.problems += [
             f"{test} passed before the change, {own_after.get(test, 'is missing')} after it"
             for test, outcome in own_before.items()
