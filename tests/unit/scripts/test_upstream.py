@@ -76,7 +76,7 @@ def test_wrong_calls_are_answered_together_before_anything_runs(tmp_path: Path) 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KNOWN)
 def test_new_tests_fail_before_the_change_and_pass_after_it(name: str) -> None:
-    """On the installed package, where the change applies to it and the tests' needs are met."""
-    if "does not apply" not in command("--check", name).stdout and not KNOWN[name].needs:
-        done = command(name)
-        assert done.returncode == 0, done.stdout
+    done = command(name)
+    if done.returncode and ("does not apply to" in done.stdout or " needs " in done.stdout):
+        pytest.skip(done.stdout.splitlines()[-1])  # another version than the change's, or packages that only it needs
+    assert done.returncode == 0, done.stdout
