@@ -39,10 +39,11 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
 
 def memory_share(settings: GeneratorSection, free: int, total: int) -> float:
     """Return gpu_memory_utilization for a GPU with `free` of `total` bytes. vLLM refuses to start if this share is not
-    free, even if the size of its KV cache is given and it needs less."""
+    free. Where the size of its KV cache is given it asks for nothing else, so then half of what is free is enough:
+    NCCL takes a part of it before vLLM looks."""
     if not settings.kv_cache_memory_mb:
         return settings.gpu_memory_utilization
-    return min(settings.gpu_memory_utilization, max(1, 1000 * free // total) / 1000)
+    return min(settings.gpu_memory_utilization, max(1, 500 * free // total) / 1000)
 
 
 def stream_seed(seed: int, begun: int) -> int:

@@ -34,8 +34,8 @@ def test_a_cache_of_no_size_is_sized_by_vllm() -> None:
 def test_a_cache_of_a_given_size_asks_for_no_more_of_the_gpu_than_is_free() -> None:
     """A display that takes a part of a small card ended an engine that would have fitted."""
     total = 16 << 30
-    assert memory_share(SETTINGS, total, total) == 0.9
-    assert memory_share(SETTINGS, total * 7 // 8, total) == 0.875
+    assert memory_share(SETTINGS, total * 7 // 8, total) == 0.437
+    assert memory_share(replace(SETTINGS, gpu_memory_utilization=0.3), total, total) == 0.3
     assert memory_share(SETTINGS, 0, total) == 0.001
     assert memory_share(replace(SETTINGS, kv_cache_memory_mb=0), total // 2, total) == 0.9, (
         "vLLM names the missing memory"
