@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import tomli
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/upstream"
+PASSED, SKIPPED = "passed", "skipped"
 
 
 @dataclass(frozen=True)
@@ -266,17 +268,17 @@ class Trial:
         seen_after = self.pytest(ours.tests)
         own_after = self.pytest(self.present(ours.own_tests))
         result.before, result.after = summary(seen_before), summary(seen_after)
-        if not any(outcome != "passed" for outcome in seen_before.values()):
+        if set(seen_before.values()) <= {PASSED}:
             result.problems.append("the new tests pass without the change")
-        result.problems += [f"{test} {outcome}" for test, outcome in seen_after.items() if outcome != "passed"]
+        result.problems += [f"{test} {found}" for test, found in seen_after.items() if found != PASSED]
         if not seen_after:
             result.problems.append("no new test ran")
         elsewhere = "not in the package" if self.project.compiled else "need a checkout"
         result.own = f"{summary(own_before)} -> {summary(own_after)}" if own_after else elsewhere
         result.problems += [
             f"{test} passed before the change, {own_after.get(test, 'is missing')} after it"
-            for test, outcome in own_before.items()
-            if outcome == "passed" and own_after.get(test) != "passed"
+            for test, found in own_before.items()
+            if found == PASSED and own_after.get(test) != PASSED
         ]
         return result
 
@@ -307,22 +309,20 @@ class Trial:
 
 
 def outcome(case: ElementTree.Element) -> tuple[str, str]:
-    """Return a test's name and its outcome."""
+    """Return a test's name and its outcome: passed, skipped, or a line of its error."""
     name = f"{case.get('classname')}::{case.get('name')}".removeprefix("::")
-    for kind in ("failure", "error"):
+    for kind, which in (("failure", 0), ("error", -1)):  # an error of collection is below pytest's own lines
         if (found := case.find(kind)) is not None:
             text = found.text or found.get("message") or kind
-            errors = re.findall(r"^E +(\S.*)$", text, re.MULTILINE)
-            return name, (errors[-1] if kind == "error" and errors else (errors or text.splitlines())[0])[:160]
-    return name, "skipped" if case.find("skipped") is not None else "passed"
+            lines = re.findall(r"^E +(\S.*)$", text, re.MULTILINE) or text.splitlines()[:1]
+            return name, lines[which][:160]
+    return name, SKIPPED if case.find("skipped") is not None else PASSED
 
 
 def summary(outcomes: dict[str, str]) -> str:
     """Return how many tests passed, were skipped and failed."""
-    passed = sum(each == "passed" for each in outcomes.values())
-    skipped = sum(each == "skipped" for each in outcomes.values())
-    errors = [each for each in outcomes.values() if each not in ("passed", "skipped")]
-    counts = [(passed, "passed"), (skipped, "skipped"), (len(errors), "failed")]
+    kinds = Counter(each if each in (PASSED, SKIPPED) else "failed" for each in outcomes.values())
+    counts = [(kinds[word], word) for word in (PASSED, SKIPPED, "failed")]
     return ", ".join(f"{number} {word}" for number, word in counts if number) or "none ran"
 
 
@@ -397,7 +397,8 @@ def main() -> int:
             trial = Trial(known[name], args.sources, folder)
             print(f"{name} ...", file=sys.stderr, flush=True)
             results.append(trial.check() if args.check else trial.run())
-            shutil.rmtree(trial.copy, ignore_errors=True) if not args.keep else None
+            if not args.keep:
+                shutil.rmtree(trial.copy, ignore_errors=True)
     head = ["contribution", "source", "applies", "new tests before", "after", "project's tests"]
     rows = [result.row() for result in results]
     print(table(head[:3], [row[:3] for row in rows]) if args.check else table(head, rows))

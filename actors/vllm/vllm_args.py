@@ -39,7 +39,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
 
 def memory_share(settings: GeneratorSection, free: int, total: int) -> float:
     """Return gpu_memory_utilization for a GPU with `free` of `total` bytes. vLLM refuses to start if this share is not
-    free. Where the size of its KV cache is given it asks for nothing else, so then half of what is free is enough:
+    free. With a given size of the KV cache it uses the share for nothing else, so half of the free memory is enough:
     NCCL takes a part of it before vLLM looks."""
     if not settings.kv_cache_memory_mb:
         return settings.gpu_memory_utilization

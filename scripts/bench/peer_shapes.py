@@ -8,7 +8,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.step_shapes import share_of_digits
+from bench.step_shapes import SHAPES as MODELS
+from bench.step_shapes import Shape, share_of_digits
 
 reward = share_of_digits
 """The reward of both loops: the share of an answer's characters that are digits."""
@@ -18,12 +19,7 @@ LR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PeerShape:
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int
+    model: Shape  # its sizes only; the batch is below
     tied: bool  # one weight for the embedding and the head
     groups: int
     group_size: int
@@ -55,12 +51,7 @@ class PeerShape:
 
 SHAPES = {
     "toy": PeerShape(  # 0.8M parameters
-        dim=128,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
-        hidden_dim=384,
-        vocab_size=64,
+        model=MODELS["grpo_llama"],
         tied=False,
         groups=32,
         group_size=4,
@@ -71,12 +62,7 @@ SHAPES = {
         steps=30,
     ),
     "smollm2": PeerShape(  # the shape of SmolLM2-135M, with the prompts' length and the batch of grpo_smollm2
-        dim=576,
-        n_layers=30,
-        n_heads=9,
-        n_kv_heads=3,
-        hidden_dim=1536,
-        vocab_size=49152,
+        model=MODELS["smollm2"],
         tied=True,
         groups=8,
         group_size=8,

@@ -127,26 +127,28 @@ def model_spec(shape: PeerShape) -> Any:
     spec = model_registry("debugmodel", attn_backend="varlen")
     spec.flavor = "peer"
     spec.model = Qwen3Model.Config(
-        vocab_size=shape.vocab_size,
-        dim=shape.dim,
-        norm=norm(shape.dim),
+        vocab_size=shape.model.vocab_size,
+        dim=shape.model.dim,
+        norm=norm(shape.model.dim),
         enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=NORMAL),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=NORMAL),
-        layers=[layer(shape) for _ in range(shape.n_layers)],
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.model.vocab_size, embedding_dim=shape.model.dim, param_init=NORMAL
+        ),
+        lm_head=Linear.Config(in_features=shape.model.dim, out_features=shape.model.vocab_size, param_init=NORMAL),
+        layers=[layer(shape) for _ in range(shape.model.n_layers)],
     )
     return spec
 
 
 def layer(shape: PeerShape) -> Any:
-    head_dim = shape.dim // shape.n_heads
+    head_dim = shape.model.dim // shape.model.n_heads
     return Qwen3TransformerBlock.Config(
-        attention_norm=norm(shape.dim),
-        ffn_norm=norm(shape.dim),
+        attention_norm=norm(shape.model.dim),
+        ffn_norm=norm(shape.model.dim),
         attention=make_gqa_config(
-            dim=shape.dim,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
+            dim=shape.model.dim,
+            n_heads=shape.model.n_heads,
+            n_kv_heads=shape.model.n_kv_heads,
             head_dim=head_dim,
             wqkv_param_init=NORMAL,
             wo_param_init=NORMAL,
@@ -156,7 +158,7 @@ def layer(shape: PeerShape) -> Any:
             qk_norm=norm(head_dim),
         ),
         feed_forward=make_ffn_config(
-            dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=NORMAL, w2w3_param_init=NORMAL
+            dim=shape.model.dim, hidden_dim=shape.model.hidden_dim, w1_param_init=NORMAL, w2w3_param_init=NORMAL
         ),
     )
 
@@ -164,7 +166,7 @@ def layer(shape: PeerShape) -> Any:
 def config(name: str) -> Any:
     shape = SHAPES[name]
     loss = GRPOLoss.Config()
-    if shape.vocab_size * shape.row > 2**25:  # logits of 128 MiB
+    if shape.model.vocab_size * shape.row > 2**25:  # logits of 128 MiB
         loss = ChunkedLossWrapper.Config(num_chunks=8, loss_fn=loss)
     return Controller.Config(
         model_spec=model_spec(shape),

@@ -1,4 +1,4 @@
-"""Shapes of published models, whose weights no test needs."""
+"""Shapes of published models, whose weights no test needs, and a tiny one to compute with."""
 
 from dataclasses import replace
 
@@ -46,3 +46,17 @@ QWEN_30B_A3B = replace(
     tied=False,
 )
 QWEN_32B = replace(QWEN_600M, dim=5120, n_layers=64, n_heads=64, hidden_dim=25600, norm_eps=1e-6, tied=False)
+TINY = ModelShape(
+    family="qwen3",
+    vocab_size=50,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=48,
+    max_seq_len=256,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    tied=False,
+)

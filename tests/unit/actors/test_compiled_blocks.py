@@ -7,29 +7,15 @@ import pytest
 import torch
 
 from support.flash_on_cpu import flash_on_cpu
+from support.shapes import TINY
 from support.whole_model import whole_model
 from titan_rl.actors.titan import compiled_blocks
 from titan_rl.actors.titan.model import DeviceRows
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import Config, TrainingSection
-from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Sample
 
 KINDS = ("score", "score shared", "train", "train shared")
-SHAPE = ModelShape(
-    family="qwen3",
-    vocab_size=50,
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    hidden_dim=48,
-    max_seq_len=256,
-    rope_theta=10000.0,
-    norm_eps=1e-5,
-    tied=False,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +42,7 @@ def graphs_of(kinds: tuple[str, ...], rows: int) -> int:
     drawn = random.Random(f"{kinds} {rows}")
     compiled_blocks.use_few_graphs()
     with flash_on_cpu():
-        on = whole_model(SHAPE, Config(training=TrainingSection(seq_len=96)), "cuda", "bfloat16")
+        on = whole_model(TINY, Config(training=TrainingSection(seq_len=96)), "cuda", "bfloat16")
         for block in on.model.layers.values():
             block.compile(backend="eager", fullgraph=True)
         for kind in kinds:

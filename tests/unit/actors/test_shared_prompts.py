@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support.flash_on_cpu import flash_on_cpu
 from support.packed_rows import groups_of
+from support.shapes import TINY
 from support.whole_model import whole_model
 from titan_rl.actors.titan import document_attention
 from titan_rl.actors.titan.document_masks import SharedMetadata, classed_masks, varlen_masks
@@ -21,7 +22,6 @@ from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.choices import Family
 from titan_rl.config.sections import AlgorithmSection, Config, TrainingSection
-from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch, Sample
 
 CPU = torch.device("cpu")
@@ -41,21 +41,7 @@ ALGORITHMS = {
 
 @cache
 def model(family: Family, head: str, device: str = "cpu") -> TitanModel:
-    shape = ModelShape(
-        family=family,
-        vocab_size=50,
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        hidden_dim=48,
-        max_seq_len=256,
-        rope_theta=10000.0,
-        norm_eps=1e-5,
-        tied=False,
-        sliding_window=WINDOW if family == "mistral" else 0,
-    )
+    shape = replace(TINY, family=family, sliding_window=WINDOW if family == "mistral" else 0)
     config = Config(training=TrainingSection(seq_len=80))
     compute = "float32" if device == "cpu" else "bfloat16"
     return whole_model(shape if head == "lm" else shape.with_value_head(), config, device, compute)

@@ -114,7 +114,7 @@ def test_both_loops_compute_the_same_shape() -> None:
         assert shape.prompt == 1 + len(question)
         config = load(find("grpo_llama"), [(key, str(value)) for key, value in our_keys(name, Path(), 3, 0).items()])
         assert config.rollout.groups_per_step * config.rollout.group_size == shape.samples
-        assert (config.model.dim, config.model.enable_weight_tying) == (shape.dim, shape.tied)
+        assert (config.model.dim, config.model.enable_weight_tying) == (shape.model.dim, shape.tied)
         assert (config.training.steps, config.checkpoint.enable) == (3, False)
 
 
