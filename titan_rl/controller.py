@@ -29,6 +29,7 @@ from itertools import islice
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
+from titan_rl.preflight.memory import measured_trainer
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
@@ -73,7 +74,7 @@ class Controller:
         configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
-        self.health = Health(run.config, run.terminal.warn, run.report.cause)
+        self.health = Health(run.config, run.terminal.warn, run.report.cause, self.note_memory)
         self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
@@ -89,6 +90,9 @@ class Controller:
             self.health.raise_if_last_step_unsound()
             with self.run.terminal.phase("export to hf/"):
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
+
+    def note_memory(self, metrics: Mapping[str, float]) -> None:
+        self.run.terminal.note(measured_trainer(self.setup.resolved, self.setup.shape, metrics))
 
     # -- RL -------------------------------------------------------------------------------------------------------
 

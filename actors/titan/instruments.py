@@ -4,13 +4,14 @@ import logging
 import os
 import threading
 
+import torch
 from torchtitan.observability.structured_logger import init_structured_logger
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import GarbageCollection, get_peak_flops
 
 from titan_rl.actors.titan.compiled_blocks import graphs_compiled
 from titan_rl.actors.titan.model import TitanModel, shared_keys
-from titan_rl.wire.reports import COMPILED
+from titan_rl.wire.reports import COMPILED, MEMORY
 from titan_rl.wire.spans import span
 
 A100_PEAK_FLOPS = 312e12
@@ -37,6 +38,7 @@ class Instruments:
         self._compiles = model.titan.compile.enable
         self._graphs = graphs_compiled()
         self._memory, self._peak_flops = None, None
+        self._device = model.device
         if model.device.type == "cuda":
             from torchtitan.components.metrics import build_device_memory_monitor  # imports TensorBoard
 
@@ -60,6 +62,8 @@ class Instruments:
         if self._memory is not None:
             peaks = self._memory.get_peak_stats()._asdict()
             metrics |= {f"memory/{name}": float(value) for name, value in peaks.items()}
+            free, total = torch.cuda.mem_get_info(self._device)
+            metrics[MEMORY] = (total - free - torch.cuda.memory_reserved(self._device)) / 2**30
             self._memory.reset_peak_stats()
         return metrics
 

@@ -57,6 +57,7 @@ from titan_rl.config.system_sections import (
     GeneratorSection,
     HostsSection,
     JobSection,
+    MemorySection,
     MetricsSection,
     PlacementSection,
     ProfilingSection,
@@ -95,6 +96,7 @@ class Config:
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
     hosts: HostsSection = field(default_factory=HostsSection)
+    memory: MemorySection = field(default_factory=MemorySection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)

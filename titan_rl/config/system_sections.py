@@ -1,5 +1,5 @@
 """Keys of a run's processes, faults and records: [job] [debug] [metrics] [record] [comm] [fault] [generator]
-[weight_sync] [hosts] [placement] [environment] [sandbox]."""
+[weight_sync] [hosts] [memory] [placement] [environment] [sandbox]."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -253,6 +253,25 @@ class HostsSection:
     def number(self) -> int:
         """Return how many hosts there are."""
         return self.count or len(self.addresses) or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    """Allowances of a GPU's memory estimate, which no shape gives. A run prints its measurements next to them."""
+
+    cuda_context_mb: int = bounds(1280, ge=0, le=2**20)
+    """MiB that CUDA's context, loaded kernels and libraries take in every process. Measured on an H200:
+    docs/benchmarks/gpu."""
+    nccl_buffers_mb: int = bounds(1024, ge=0, le=2**20)
+    """MiB that NCCL takes in every process that communicates. Not measured: an allowance."""
+    cuda_graphs_mb: int = bounds(1024, ge=0, le=2**20)
+    """MiB that the CUDA graphs of one engine take. Not measured: an allowance."""
+    sleeping_engine_mb: int = bounds(0, ge=0, le=2**20)
+    """MiB that an engine keeps while it sleeps, with placement.kind = "colocated". Not measured: 0 allows for
+    cuda_context_mb, and for cuda_graphs_mb unless generator.enforce_eager is set."""
+    fragmentation: float = bounds(0.08, ge=0, le=1)
+    """Share of its allocations that a process's caching allocator holds in addition. Measured on an H200:
+    docs/benchmarks/gpu."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

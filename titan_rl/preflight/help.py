@@ -62,6 +62,7 @@ SECTIONS = {
     "weight_sync": "how weights go to the generators, and how they are verified",
     "placement": "which host or GPU each mesh gets",
     "hosts": "several machines",
+    "memory": "allowances of the estimate of a GPU's memory",
     "launch": "resources of a job of Slurm or Kubernetes",
     "checkpoint": "how often, and how many are kept",
     "metrics": "TensorBoard, W&B, Trackio, MLflow",

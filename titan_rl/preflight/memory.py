@@ -1,9 +1,8 @@
 """Estimates the memory that each rank and each host needs, and sizes microbatches and KV caches by it.
 
 Weights, optimizer states, caches and activations follow from the shapes: tests/unit/preflight/test_device_memory.py
-counts the activations in TorchTitan's own blocks. CONTEXT and FRAGMENTED are what a trainer rank took on an H200
-(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements.
-docs/clusters.md lists them.
+counts the activations in TorchTitan's own blocks. What no shape gives is an allowance, a key of [memory]:
+docs/clusters.md lists them with their sources.
 """
 
 import math
@@ -14,7 +13,7 @@ from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, resolved
-from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.config.sections import BYTES, Config, MemorySection, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
@@ -22,10 +21,6 @@ from titan_rl.wire.snapshot import peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
-CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process
-COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
-GRAPHS = GIB  # CUDA graphs of one engine
-FRAGMENTED = 0.08  # share of a process's allocations that the caching allocator takes in addition
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
@@ -75,6 +70,7 @@ class Estimate:
 
     kept: Mapping[str, MemoryPart]
     peak: Mapping[str, MemoryPart]
+    allowances: MemorySection
     peers: int = 0  # processes with which it communicates
 
     @property
@@ -91,13 +87,23 @@ class Estimate:
 
     @property
     def overhead(self) -> MemoryPart:
-        peers = f" + {gib(COLLECTIVES)} GiB with peers" if self.peers else ""
-        formula = f"{gib(CONTEXT)} GiB{peers} + {FRAGMENTED:.0%} (allowances)"
-        return MemoryPart(self.total - sum(part.nbytes for part in self.parts.values()), formula)
+        m = self.allowances
+        peers = f" + nccl_buffers_mb {m.nccl_buffers_mb}" if self.peers else ""
+        formula = f"[memory] cuda_context_mb {m.cuda_context_mb}{peers} + fragmentation {m.fragmentation:g}"
+        return MemoryPart(self.total - self.allocated, formula)
+
+    @property
+    def allocated(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def outside(self) -> int:
+        """Bytes that torch's allocator does not hold."""
+        return self.allowances.cuda_context_mb + (self.allowances.nccl_buffers_mb if self.peers else 0) << 20
 
     def _with_overhead(self, parts: Mapping[str, MemoryPart]) -> int:
         allocated = sum(part.nbytes for part in parts.values())
-        return int(allocated * (1 + FRAGMENTED)) + CONTEXT + (COLLECTIVES if self.peers else 0)
+        return int(allocated * (1 + self.allowances.fragmentation)) + self.outside
 
     def __str__(self) -> str:
         named = [f"{name} {gib(part.nbytes)}" for name, part in self.parts.items() if part.nbytes >= GIB / 20]
@@ -140,7 +146,7 @@ def trained(
         "activations": activations(config, shape, p),
         "head": head(config, shape),
     }
-    return Estimate(state, peak, p.world_size - 1)
+    return Estimate(state, peak, config.memory, p.world_size - 1)
 
 
 def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None) -> Estimate:
@@ -153,7 +159,8 @@ def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: Sh
         "head": head(config, shape),
     }
     weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
-    return Estimate({} if t.enable_cpu_offload else {"weights": weights}, peak, p.world_size - 1)
+    kept = {} if t.enable_cpu_offload else {"weights": weights}
+    return Estimate(kept, peak, config.memory, p.world_size - 1)
 
 
 def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
@@ -163,7 +170,8 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     batch = g.max_num_batched_tokens or max(PREFILL_TOKENS, g.max_num_seqs)
     wide = (4 * shape.dim + 3 * shape.hidden_per_token // tp) * each
     logits = 4 * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
-    graphs = {} if g.enforce_eager else {"graphs": MemoryPart(GRAPHS, "allowance for CUDA graphs")}
+    captured = MemoryPart(config.memory.cuda_graphs_mb << 20, "memory.cuda_graphs_mb")
+    graphs = {} if g.enforce_eager else {"graphs": captured}
     token = cache_bytes_per_token(config, shape)
     kept = {
         "weights": MemoryPart(
@@ -172,7 +180,15 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
         "KV cache": MemoryPart(cache, f"{count(cache // token)} tokens x {size(token)}"),
     }
     formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"
-    return Estimate(kept, {"step": MemoryPart(batch * wide + g.max_num_seqs * logits, formula), **graphs}, tp - 1)
+    peak = {"step": MemoryPart(batch * wide + g.max_num_seqs * logits, formula), **graphs}
+    return Estimate(kept, peak, config.memory, tp - 1)
+
+
+def asleep(config: Config) -> int:
+    """Return the bytes that a sleeping engine keeps of its GPU."""
+    m = config.memory
+    graphs = 0 if config.generator.enforce_eager else m.cuda_graphs_mb
+    return (m.sleeping_engine_mb or m.cuda_context_mb + graphs) << 20
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -308,8 +324,7 @@ def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKN
     """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
     trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
-    asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
-    beside = {"sleeping engine": asleep} if colocated else {}
+    beside = {"sleeping engine": asleep(config)} if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
         by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
@@ -323,14 +338,43 @@ def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKN
 
 def beside_sleeping_engine(config: Config, shape: ModelShape, free: int, total: int) -> str:
     """Compare what a sleeping engine leaves of its GPU, as measured, with the estimates of both."""
-    need = needs(config, shape, total)["trainer"]
-    (asleep,) = need.others.values()
+    need, kept = needs(config, shape, total)["trainer"], asleep(config)
     text = (
-        f"a sleeping engine leaves {gib(free)} of {gib(total)} GiB of its GPU (estimated {gib(total - asleep)}) for a "
+        f"a sleeping engine leaves {gib(free)} of {gib(total)} GiB of its GPU (estimated {gib(total - kept)}) for a "
         f"trainer (estimated {gib(need.own.total)})"
     )
+    if far(total - free, kept):
+        text += f"; set memory.sleeping_engine_mb = {(total - free) >> 20}"
     advice = "lower training.local_batch_size or training.seq_len if it runs out of memory"
-    return text if need.own.total <= free else f"{text}: {advice}"
+    return text if need.own.total <= free else f"{text}; {advice}"
+
+
+def measured_trainer(config: Config, shape: ModelShape, measured: Mapping[str, float]) -> str:
+    """Compare what a trainer rank takes of its GPU by its memory/* metrics with the estimate, and name the allowances
+    to set. Torch's allocator may hold less than the estimated parts, which are upper bounds: no allowance is wrong."""
+    need = needs(config, shape, 0)["trainer"]
+    own, others = need.own, sum(need.others.values())
+    held, outside = (int(measured[f"memory/{name}_gib"] * GIB) for name in ("max_reserved", "outside"))
+    by_allocator = own.total - own.outside
+    keys = []
+    if far(held, by_allocator) and held > own.allocated:
+        keys.append(f"memory.fragmentation = {held / own.allocated - 1:.2f}")
+    if far(outside, own.outside + others):
+        key = "nccl_buffers_mb" if own.peers else "cuda_context_mb"
+        rest = own.outside + others - (getattr(own.allowances, key) << 20)
+        keys.append(f"memory.{key} = {max(0, outside - rest) >> 20}")
+        if others and not own.allowances.sleeping_engine_mb:  # else the engine's estimate would follow the context's
+            keys.append(f"memory.sleeping_engine_mb = {others >> 20}")
+    return (
+        f"a trainer takes {gib(held + outside)} GiB of its GPU (estimated {gib(need.nbytes)}): torch's allocator "
+        f"{gib(held)} ({gib(by_allocator)}), all else {gib(outside)} ({gib(own.outside + others)})"
+        + (f"; set {', '.join(keys)}" if keys else "")
+    )
+
+
+def far(measured: int, estimated: int) -> bool:
+    """Return True if a measurement differs from its estimate by more than a tenth of the estimate."""
+    return abs(measured - estimated) > estimated / 10
 
 
 def lent(config: Config) -> list[str]:
@@ -350,7 +394,7 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) 
     if not cache:
         allowed = int(gpu_bytes * g.gpu_memory_utilization)
         free = allowed - trainer - engine(config, shape, 0).total
-        cache = max(longest, int(free / (1 + FRAGMENTED)))
+        cache = max(longest, int(free / (1 + config.memory.fragmentation)))
         limit = gpu_bytes if trainer else allowed
     own = engine(config, shape, cache)
     return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})

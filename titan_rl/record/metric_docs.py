@@ -129,6 +129,7 @@ DOCS: dict[str, str] = {
     "memory/max_active_pct": "The same as a percentage of the GPU's memory.",
     "memory/max_reserved_gib": "Slowest trainer rank: most GPU memory that torch's allocator held in the step.",
     "memory/max_reserved_pct": "The same as a percentage of the GPU's memory.",
+    "memory/outside_gib": "Slowest trainer rank: its GPU's memory in use outside its torch allocator, in GiB.",
     "memory/num_alloc_retries": "Slowest trainer rank: allocations that had to be retried since it started.",
     "memory/num_ooms": "Slowest trainer rank: out-of-memory errors since it started.",
 }

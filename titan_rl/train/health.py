@@ -1,5 +1,5 @@
 """Ends a run that no longer makes progress: steps in a row with nothing to learn, or with numbers that are not finite.
-Reports ranks that are slower than their peers."""
+Reports ranks that are slower than their peers, and once what a trainer takes of its GPU."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,10 @@ from titan_rl.config.sections import Config
 from titan_rl.diagnosis.findings import PAGE, command
 from titan_rl.train.stragglers import STRAGGLER_FACTOR, STRAGGLER_STEPS, Stragglers
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.reports import COMPILED, EngineStats, StepStats
+from titan_rl.wire.reports import COMPILED, MEMORY, EngineStats, StepStats
 from titan_rl.wire.types import Group, PhaseName, Sample
 
+MEMORY_STEP = 3  # by then an attempt has its optimizer states and the allocator its blocks
 REMEDY = "A smaller learning rate, float32 instead of bfloat16, or rewards without extremes may help."
 
 
@@ -32,9 +33,16 @@ class Ruined(RunError):
 
 
 class Health:
-    def __init__(self, config: Config, warn: Callable[[str], None], cause: Callable[[], str] = str) -> None:
-        """`cause` returns why the steps so far taught nothing, or ""."""
-        self._warn, self._cause = warn, cause
+    def __init__(
+        self,
+        config: Config,
+        warn: Callable[[str], None],
+        cause: Callable[[], str] = str,
+        memory: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    ) -> None:
+        """`cause` returns why the steps so far taught nothing, or "". `memory` gets the memory/* metrics of a step on
+        GPUs, once."""
+        self._warn, self._cause, self._memory, self._steps = warn, cause, memory, 0
         self._more = f"`{command(config.job.dump_folder)}` names causes and samples; {PAGE} explains them."
         self._ranks = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._replicas = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
@@ -59,6 +67,9 @@ class Health:
         ranks = {} if stats.hardware.get(COMPILED) else stats.ranks  # compiling takes longer than a step
         for straggler in [*self._ranks.seen(step, ranks), *self._replicas.seen(step, paces)]:
             self._warn(straggler)
+        self._steps += 1
+        if self._steps == MEMORY_STEP and MEMORY in stats.hardware:
+            self._memory(stats.hardware)
         unsound, all_of_them = _unsound_samples(groups)
         if unsound:
             self._warn(f"step {step}: {unsound}; nothing is learnt from these tokens")

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 COMPILED = "throughput/compiled"
 """Name in StepStats.hardware of the number of graphs that were compiled in the step."""
+MEMORY = "memory/outside_gib"
+"""Name in StepStats.hardware of the GPU memory outside torch's allocator; steps on GPUs have it, with memory/max_*."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from bench.gpu.measured import DEVICE, ON_CPU, milliseconds, relative, say, say_equal, say_within, seconds_of
+from titan_rl.config.sections import MemorySection
 
 # A prompt of 37 places, two answers of 50 and 19 that see it, and a document of 64. See titan_rl/batch/prefixes.py.
 SEGMENTS = np.array([[0, 37, 0, 0], [37, 50, 0, 37], [87, 19, 0, 37], [106, 64, 0, 0]])
@@ -23,7 +24,8 @@ def machine() -> None:
         f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {p.multi_processor_count} SMs, L2 {p.L2_cache_size >> 20} MiB",
     )
     free, total = torch.cuda.mem_get_info()
-    say_within("memory of a context, GiB", (total - free) / 2**30, 0.75, "what the preflight allows for it")
+    allowed = MemorySection().cuda_context_mb / 1024
+    say_within("memory of a context, GiB", (total - free) / 2**30, allowed, "memory.cuda_context_mb")
     a = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     b, host = torch.empty_like(a), torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
     say("copy on the device, TB/s read and written", 2 * a.nbytes / milliseconds(lambda: b.copy_(a)) / 1e9)

@@ -221,6 +221,7 @@ def test_another_experiment_does_not_resume_a_run_unless_asked_to(tmp_path: Path
     (run / "checkpoint" / "step-2" / ".metadata").write_text("")
     (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
     tuned = "[optimizer]\nlr = 2e-6\n[rollout]\nmax_staleness_steps = 1\n[training]\nsteps = 500\n"
+    tuned += "[memory]\nfragmentation = 0.2\ncuda_context_mb = 900\n"
     assert problems(config(tmp_path, here + tuned)) == []
     other = '[task]\nreward = "last_number"\n[algorithm]\nname = "rloo"\n'
     found = problems(config(tmp_path, here + other))

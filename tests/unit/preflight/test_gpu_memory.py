@@ -11,11 +11,11 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.machine import check_gpu_memory
 from titan_rl.preflight.memory import (
-    CONTEXT,
     GIB,
-    GRAPHS,
+    Need,
     beside_sleeping_engine,
     cache_bytes_per_token,
+    measured_trainer,
     needs,
     on_gpus,
 )
@@ -57,17 +57,71 @@ def test_colocated_meshes_take_turns_on_a_gpu() -> None:
     together, alone = (needs(on_gpus(c, QWEN_600M, 0), QWEN_600M, 15 * GIB) for c in (config, apart))
     kept = 12 * QWEN_600M.parameters
     assert together["generator"].nbytes - alone["generator"].nbytes > kept
-    assert together["trainer"].nbytes - alone["trainer"].nbytes == CONTEXT + GRAPHS
+    allowed = config.memory
+    asleep = allowed.cuda_context_mb + allowed.cuda_graphs_mb << 20
+    assert together["trainer"].nbytes - alone["trainer"].nbytes == asleep
+
+
+def estimated(name: str, shape: ModelShape, **allowances: float) -> dict[str, Need]:
+    keys = [("generator.kv_cache_memory_mb", "3072"), *((f"memory.{key}", str(v)) for key, v in allowances.items())]
+    return needs(on_gpus(load(find(name), keys), shape, 0), shape, 79 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "trainer", "generator"),
+    [
+        ("cuda_context_mb", 2304, GIB, GIB),
+        ("nccl_buffers_mb", 2048, GIB, 0),  # an engine of one process has no peers
+        ("cuda_graphs_mb", 2048, 0, 1.08 * GIB),
+        ("sleeping_engine_mb", 4096, 0, 0),
+    ],
+)
+def test_a_measured_allowance_changes_the_estimate(key: str, value: int, trainer: float, generator: float) -> None:
+    before, after = estimated(EIGHT, LLAMA_8B), estimated(EIGHT, LLAMA_8B, **{key: value})
+    assert after["trainer"].nbytes - before["trainer"].nbytes == pytest.approx(trainer, abs=2)
+    assert after["generator"].nbytes - before["generator"].nbytes == pytest.approx(generator, abs=2)
+
+
+def test_the_plan_shows_the_allowances_in_force() -> None:
+    overhead = estimated(EIGHT, LLAMA_8B, fragmentation=0.2, cuda_context_mb=600)["trainer"].own.overhead
+    assert overhead.formula == "[memory] cuda_context_mb 600 + nccl_buffers_mb 1024 + fragmentation 0.2"
+    beside = estimated("grpo_llama3_8b_colocated", LLAMA_8B, sleeping_engine_mb=4096)["trainer"].others
+    assert beside == {"sleeping engine": 4 * GIB}
 
 
 def test_what_a_sleeping_engine_leaves_is_compared_with_the_estimates() -> None:
     config = on_gpus(load(find(ONE), [("generator.kv_cache_memory_mb", "3072")]), QWEN_600M, 15 * GIB)
-    enough = beside_sleeping_engine(config, QWEN_600M, 15 * GIB, 16 * GIB)
-    assert re.match(
-        r"a sleeping engine leaves 15\.0 of 16\.0 GiB of its GPU \(estimated 1[34]\.\d\) for a trainer", enough
-    )
+    enough = beside_sleeping_engine(config, QWEN_600M, 16 * GIB - (2350 << 20), 16 * GIB)
+    assert re.match(r"a sleeping engine leaves 13\.7 of 16\.0 GiB of its GPU \(estimated 13\.8\) for a trainer", enough)
     assert "lower" not in enough
-    assert "lower training.local_batch_size" in beside_sleeping_engine(config, QWEN_600M, 9 * GIB, 16 * GIB)
+    assert "memory." not in enough
+    scarce = beside_sleeping_engine(config, QWEN_600M, 9 * GIB, 16 * GIB)
+    assert "set memory.sleeping_engine_mb = 7168; lower training.local_batch_size" in scarce
+
+
+def gib_metrics(reserved: float, outside: float) -> dict[str, float]:
+    return {"memory/max_reserved_gib": reserved, "memory/outside_gib": outside}
+
+
+@pytest.mark.parametrize(("name", "key", "was"), [(EIGHT, "nccl_buffers_mb", 1024), (ONE, "cuda_context_mb", 1280)])
+def test_a_trainers_memory_names_the_allowances_that_differ(name: str, key: str, was: int) -> None:
+    shape = QWEN_600M if name == ONE else LLAMA_8B
+    config = on_gpus(load(find(name), [("generator.kv_cache_memory_mb", "3072")]), shape, 0)
+    need = needs(config, shape, 0)["trainer"]
+    beside = need.own.outside + sum(need.others.values())
+    by_allocator, outside = (need.own.total - need.own.outside) / GIB, beside / GIB
+    equal = measured_trainer(config, shape, gib_metrics(by_allocator, outside))
+    assert f"(estimated {need.nbytes / GIB:.1f})" in equal
+    assert "set" not in equal
+    fewer = measured_trainer(config, shape, gib_metrics(by_allocator / 2, outside))
+    assert "set" not in fewer  # the parts are upper bounds
+    more = measured_trainer(config, shape, gib_metrics(by_allocator * 1.2, outside + 1))
+    settings = dict(re.findall(r"(memory\.\w+) = ([\d.]+)", more))
+    assert settings["memory.fragmentation"] == f"{1.2 * 1.08 - 1:.2f}"
+    assert settings[f"memory.{key}"] == str(was + 1024)
+    again = load(find(name), [("generator.kv_cache_memory_mb", "3072"), *settings.items()])
+    mended = measured_trainer(on_gpus(again, shape, 0), shape, gib_metrics(by_allocator * 1.2, outside + 1))
+    assert "set" not in mended
 
 
 def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequence() -> None:

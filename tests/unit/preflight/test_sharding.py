@@ -9,7 +9,7 @@ from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, ModelSection, ParallelismSection
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.memory import FRAGMENTED, GIB, HostLoad, by_formula, host_loads, needs, on_gpus
+from titan_rl.preflight.memory import GIB, HostLoad, by_formula, host_loads, needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
 from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
@@ -82,7 +82,7 @@ def test_a_rank_that_holds_more_than_its_share_counts() -> None:
     twice = by_formula(LLAMA_8B, config.parallelism)
     uneven = replace(twice, held=2 * twice.held)
     before, after = (needs(resolved, LLAMA_8B, 79 * GIB, cut)["trainer"] for cut in ({}, {"trainer": uneven}))
-    assert after.nbytes - before.nbytes == pytest.approx((1 + FRAGMENTED) * 16 * twice.held)
+    assert after.nbytes - before.nbytes == pytest.approx((1 + Config().memory.fragmentation) * 16 * twice.held)
     assert not after.fits
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.sections import AlgorithmSection, Config, FaultSection, JobSection
 from titan_rl.train.health import Health, Rewind, Ruined
-from titan_rl.wire.reports import COMPILED, StepStats
+from titan_rl.wire.reports import COMPILED, MEMORY, StepStats
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
@@ -112,3 +112,15 @@ def test_a_step_that_compiled_makes_no_rank_a_straggler() -> None:
         for step in range(1, 7):
             watched.after(step, replace(slow, hardware={COMPILED: compiled}))
         assert len(warned) == warnings
+
+
+def test_the_memory_of_a_trainer_is_reported_once() -> None:
+    reported: list[float] = []
+    watched = Health(Config(), print, memory=lambda metrics: reported.append(metrics[MEMORY]))
+    for step in range(1, 6):
+        watched.after(step, replace(STEP, hardware={MEMORY: float(step)}))
+    assert reported == [3.0]
+    on_cpu = Health(Config(), print, memory=lambda metrics: reported.append(0.0))
+    for step in range(1, 6):
+        on_cpu.after(step, STEP)
+    assert reported == [3.0]
