@@ -44,6 +44,7 @@ TINY = {  # small enough for any GPU, long enough for several weight syncs, an e
     "eval.size": 64,
     "hosts.gpu_memory_gb": 0,
 }
+STREAMED = {"rollout.max_staleness_steps": 1, "training.stream_groups": 8}
 CUDA = {
     "training.mixed_precision_param": "bfloat16",
     "generator.dtype": "bfloat16",
@@ -121,7 +122,7 @@ def parts_for(device: str, gpus: Gpus, folder: Path) -> list[Part]:
     if gpus.count > 1 or device == "cpu":
         runs += [
             run("node", "the cousin of grpo_llama3_8b: FSDP2, replicas", "grpo_llama", apart),
-            run("lag", "the same, asynchronous", "grpo_llama", apart | {"rollout.max_staleness_steps": 1}),
+            run("lag", "the same, asynchronous and streamed", "grpo_llama", apart | STREAMED),
         ]
     return [
         Part("machine", "hardware and links", ["sh", "-c", "nvidia-smi; nvidia-smi topo -m"], 60),
