@@ -29,7 +29,7 @@ NO_LAG = (("rollout.max_staleness_steps", "0"), ("training.stream_groups", "0"))
 CASES = {
     "grpo_llama3_8b": ("grpo_llama3_8b", ()),
     "without lag and streaming": ("grpo_llama3_8b", NO_LAG),
-    "nor rows of 8192: of 4096": ("grpo_llama3_8b", (*NO_LAG, ("training.seq_len", "4096"))),
+    "the same with rows of 4096": ("grpo_llama3_8b", (*NO_LAG, ("training.seq_len", "4096"))),
     "grpo_llama3_8b_colocated": ("grpo_llama3_8b_colocated", ()),
 }
 

@@ -37,6 +37,14 @@ def test_more_work_takes_longer() -> None:
     assert all(0 < own < longer for own, longer in zip(short.sides, long.sides, strict=True))
 
 
+def test_the_page_has_the_shares_at_other_lengths() -> None:
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    deeper = [("rollout.max_staleness_steps", "2"), ("generator.max_num_seqs", "384")]
+    one, two = (estimated("grpo_llama3_8b", keys, answers=(128, 1024)) for keys in ([], deeper))
+    assert f"engines bound the step, and {one.avoidable:.0%} are avoidable" in page
+    assert f"makes it {two.avoidable:.0%}" in page
+
+
 def test_the_page_and_the_table_are_the_scripts(steps: dict[str, Step]) -> None:
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     assert "\n".join(["<!-- scripts/estimate_step.py -->", *summary(steps), ""]) in page
