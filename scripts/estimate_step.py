@@ -52,7 +52,7 @@ class Step:
 
     @property
     def least(self) -> float:
-        """Return the seconds without what is avoidable. On GPUs of their own both sides then overlap."""
+        """Return the seconds without the avoidable ones. On separate GPUs both sides then overlap."""
         spared = [sum(t.avoidable for t in self.terms if t.side == side) for side in ("trainer", "generator")]
         sides = [own - less for own, less in zip(self.sides, spared, strict=True)]
         return sum(sides) if self.colocated else max(sides)
