@@ -10,7 +10,10 @@ from titan_rl.actors.titan import private
 
 GRAPH_LIMIT = 32
 """Number of graphs of one function that torch compiles before it raises. Its default is 8."""
-VARYING = (r"L\['x'\]:1", r"L\['positions'\]:1", r"L\['attention_masks'\].*")
+VARYING = (
+    *(r"L\['x'\]:1", r"L\['positions'\]:1", r"L\['attention_masks'\].*"),
+    *(r"L\['args'\]\[[02]\]:1", r"L\['args'\]\[1\].*"),  # the same three of a block in torch's CheckpointWrapper
+)
 """Arguments of a block whose sizes and numbers differ from call to call. Without this, torch takes them as constants
 first and compiles again when they change."""
 

@@ -46,6 +46,7 @@ from titan_rl.actors.titan import (
     private,
     titan_cpu,
 )
+from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
@@ -99,7 +100,12 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
 
 def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: ParallelDims) -> Any:
     """Build the model on the meta device, and let TorchTitan parallelize it over the ranks of `dims`."""
-    recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    recompute = {
+        "none": None,
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+        "offload": OffloadAC.Config(),
+    }
     with torch.device("meta"), titan_utils.set_default_dtype(getattr(torch, config.training.dtype)):
         model = spec.model.build()
     return spec.parallelize_fn(

@@ -26,7 +26,7 @@ class Case:
     """How one model is trained."""
 
     layout: str = "one"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
     compiled: bool = False
     flash: bool = False  # the attention of CUDA
     compute: Dtype = "float32"

@@ -14,8 +14,8 @@ from support.gloo_ranks import on_ranks
 from support.rank_programs import MICROBATCHES, STEPS, Case, train_and_count, train_and_export
 from titan_rl.config.sections import Dtype
 
-Mode = Literal["none", "selective", "full"]
-MODES: tuple[Mode, ...] = ("none", "selective", "full")
+Mode = Literal["none", "selective", "full", "offload"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")
 Losses = list[list[float]]  # loss and gradient norm of each step
 Answer = tuple[list[Losses], list[Any]]
 
@@ -53,7 +53,8 @@ def alone() -> Answer:
 
 @pytest.fixture(scope="module")
 def two() -> Answer:
-    cases = [case for layout in ("fsdp2", "tp2") for case in (*on_cuda(layout), *compiled(layout, ["selective"]))]
+    meshed = [(on_cuda(layout), compiled(layout, ["selective", "offload"])) for layout in ("fsdp2", "tp2")]
+    cases = [case for eager, graphs in meshed for case in (*eager, *graphs)]
     cases += [*synced("fsdp2"), *sharing("fsdp2", True), *sharing("tp2", True)]
     return on_ranks(2, train_and_export, cases, [])
 

@@ -126,9 +126,9 @@ class ParallelismSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointSection:
-    mode: Literal["auto", "none", "selective", "full"] = "auto"
+    mode: Literal["auto", "none", "selective", "full", "offload"] = "auto"
     """Activations to recompute in the backward instead of storing. "auto": "selective" on a GPU if training.seq_len is
-    at least 2048, else "none"."""
+    at least 2048, else "none". "offload" is "full" with each block's input in pinned host memory (GPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

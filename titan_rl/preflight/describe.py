@@ -156,6 +156,7 @@ def on_gpu(config: Config) -> str:
         "none": "no activation is recomputed",
         "selective": "some activations are recomputed",
         "full": "all activations are recomputed",
+        "offload": "all activations are recomputed from block inputs in host memory",
     }
     attention = "attention in float32, by torch's SDPA" if exact else "FlashAttention in bfloat16"
     blocks = "blocks compiled" if config.compile.enable else "blocks not compiled"

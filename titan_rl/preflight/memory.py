@@ -240,6 +240,8 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         attention += 4 * shape.n_heads // tp * config.training.seq_len
     if mode == "full":
         return stream
+    if mode == "offload":  # the stream is on the host
+        return 0
     if mode == "selective" and shape.experts:  # their products are computed again
         return stream + attention + queries + keys + 12 * shape.experts_per_token
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
@@ -251,6 +253,12 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
     return norms + rotary + attention + queries + 2 * keys + 2 * stream + routed
+
+
+def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
+    """Return the bytes of pinned memory that a rank's block inputs take. torch rounds each up to a power of two."""
+    each = tokens(config) * shape.dim * BYTES[config.training.mixed_precision_param] // p.tensor_parallel_degree
+    return shape.n_layers * (1 << (each - 1).bit_length())
 
 
 def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
@@ -536,6 +544,9 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
                 held[host]["offloaded states"] += 4 * sharded[name].held * BYTES[config.training.dtype]
+        if config.activation_checkpoint.mode == "offload":
+            for host in hosts[name]:
+                held[host]["block inputs"] += block_inputs(config, shape, p)
     return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
 
 

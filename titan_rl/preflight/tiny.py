@@ -154,6 +154,8 @@ def _dependent(config: Config) -> dict[str, Any]:
     }
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         new["checkpoint.async_mode"] = "async"
+    if config.activation_checkpoint.mode == "offload":
+        new["activation_checkpoint.mode"] = "full"
     if config.compile.enable is True:
         new["compile.enable"] = "auto"
     if config.hosts.number > 1:

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 
 from support.flash_on_cpu import flash_on_cpu
 from support.shapes import TINY
 from support.whole_model import whole_model
 from titan_rl.actors.titan import compiled_blocks
+from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.model import DeviceRows
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import Config, TrainingSection
@@ -37,12 +39,14 @@ def group(drawn: random.Random) -> list[Sample]:
     return [Sample([*prompt, *answer], [0] * size + [1] * len(answer), {}, size) for answer in answers]
 
 
-def graphs_of(kinds: tuple[str, ...], rows: int) -> int:
+def graphs_of(kinds: tuple[str, ...], rows: int, recompute: type[ActivationCheckpointing] | None) -> int:
     """Return how many graphs a model compiled in calls of these kinds, in this order, each with several lengths."""
     drawn = random.Random(f"{kinds} {rows}")
     compiled_blocks.use_few_graphs()
     with flash_on_cpu():
         on = whole_model(TINY, Config(training=TrainingSection(seq_len=96)), "cuda", "bfloat16")
+        if recompute:
+            recompute.Config().build(dump_folder="").apply(on.model)
         for block in on.model.layers.values():
             block.compile(backend="eager", fullgraph=True)
         for kind in kinds:
@@ -59,6 +63,10 @@ def graphs_of(kinds: tuple[str, ...], rows: int) -> int:
     return compiled_blocks.graphs_compiled()
 
 
-@pytest.mark.parametrize(("kinds", "rows"), [(KINDS, 1), (KINDS[::-1], 2)])
-def test_a_run_compiles_one_graph_per_kind_of_call(kinds: tuple[str, ...], rows: int) -> None:
-    assert graphs_of(kinds, rows) <= len(KINDS)
+@pytest.mark.parametrize(
+    ("kinds", "rows", "recompute"), [(KINDS, 1, None), (KINDS[::-1], 2, SelectiveAC), (KINDS[2:], 2, OffloadAC)]
+)
+def test_a_run_compiles_one_graph_per_kind_of_call(
+    kinds: tuple[str, ...], rows: int, recompute: type[ActivationCheckpointing] | None
+) -> None:
+    assert graphs_of(kinds, rows, recompute) <= len(kinds)

@@ -16,6 +16,7 @@ from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.observability.structured_logger import log_trace_span
 
 from titan_rl.actors.titan import document_attention, heads, titan_cpu
+from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
 from titan_rl.actors.titan.model import file_numbers, titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
@@ -76,10 +77,11 @@ def test_every_parameter_has_its_own_hugging_face_name(shape: ModelShape) -> Non
     assert {"model.norm.weight", down} <= set(hf.values())
 
 
-def test_activation_checkpointing_does_not_hide_the_names() -> None:
+@pytest.mark.parametrize("policy", [FullAC, OffloadAC])
+def test_activation_checkpointing_does_not_hide_the_names(policy: type[FullAC]) -> None:
     model, spec = built(LLAMA), build_spec(LLAMA, seq_len=32)
     before = hf_names(spec, [name for name, _ in model.named_parameters()])
-    FullAC.Config().build(dump_folder="").apply(model)
+    policy.Config().build(dump_folder="").apply(model)
     after = hf_names(spec, [name for name, _ in model.named_parameters()])
     assert after.keys() != before.keys()
     assert list(after.values()) == list(before.values())

@@ -15,13 +15,14 @@ from torchtitan.tools.utils import set_default_dtype
 
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.actors.titan import experts
+from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
 
 TOKENS = 4096
-CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC, "full": FullAC}
+CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC, "full": FullAC, "offload": OffloadAC}
 
 
 @torch.library.custom_op("titan_rl_tests::rms_norm", mutates_args={})
@@ -84,8 +85,10 @@ def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -
     config = Config()
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (one, _), (two, temporary) = counted(shape, 1, mode), counted(shape, 2, mode)
-    state = 0 if mode == "full" else 16  # bytes: the attention's random state
+    state = 16 if mode in ("none", "selective") else 0  # bytes: the attention's random state
     state += 4 * shape.experts if mode == "none" else 0  # where each expert's tokens end
+    if mode == "offload":  # the host's copy of the input counts here too, because host and device are one
+        state = 2 * shape.dim * TOKENS
     assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode) + state
     bound = TOKENS * gradients_per_token(config, shape, config.parallelism)
     assert temporary <= bound

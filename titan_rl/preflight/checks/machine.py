@@ -75,6 +75,8 @@ def _check_cpu(config: Config, shape: ModelShape | None, generators: int, proces
         )
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield wrong("checkpoint.async_mode", '"disabled" or "async" on a CPU')
+    if config.activation_checkpoint.mode == "offload":
+        yield wrong("activation_checkpoint.mode", '"none", "selective" or "full" on a CPU')
     if config.training.enable_cpu_offload:
         yield wrong("training.enable_cpu_offload", "false on a CPU")
     if config.compile.enable is True:
@@ -189,7 +191,7 @@ def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterato
                 yield {"generator.tensor_parallel_degree": degree, "generator.replicas": replicas}
         return
     yield from ({"training.local_batch_size": rows} for rows in _halves(config.training.local_batch_size, 1))
-    modes = ("none", "selective", "full")
+    modes = ("none", "selective", "full", "offload")
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
         yield {"activation_checkpoint.mode": mode}
     yield {"training.gradient_sync": "microbatch"}
