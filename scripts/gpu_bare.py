@@ -7,7 +7,7 @@
     .venv/bin/python scripts/gpu_bare.py --device cpu                            # tries this script: tiny shapes
 
 The machine has torch >= 2.11 with CUDA, triton, numpy and transformers. Carry the wheels of torchtitan 0.3.0,
-spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, to compare with, liger-kernel 0.8.5
+spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, xxhash, and, to compare with, liger-kernel 0.8.5
 (optional).
 
     machine        what this card can do: copies, matmuls, pinned transfers
@@ -18,6 +18,7 @@ spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, to c
     float32        a trainer rank's log-probs and gradient norm against transformers
     bfloat16       the same in bfloat16
     eager          a trainer rank's steps at 0.6B, by rows of a microbatch: seconds, MFU, the host's share, memory
+    recompute      the same by modes of activation_checkpoint: seconds, memory, pinned memory of "offload"
     compiled       the same with compiled blocks, and how often they were compiled
     deterministic  two runs with debug.deterministic have equal bits
     weights        Staging in one process, Landing in another on the same GPU: pins, pack, write, verify, a flipped sign
@@ -67,8 +68,8 @@ PROCESSES = [
     Process("card", ["machine", "varlen", "checksums"], 24),
     Process("head", ["head", "speed"], 30),
     Process("trainer_numbers", ["float32", "bfloat16"], 30),
-    Process("trainer_steps", ["eager"], 44, EXPANDABLE),
-    Process("trainer_steps", ["compiled"], 66, EXPANDABLE),
+    Process("trainer_steps", ["eager", "recompute"], 50, EXPANDABLE),
+    Process("trainer_steps", ["compiled"], 60, EXPANDABLE),
     Process("trainer_numbers", ["deterministic"], 18, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     Process("weights", ["weights"], 28),
 ]

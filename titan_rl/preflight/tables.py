@@ -176,7 +176,7 @@ def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
         "snapshots": f"{KEPT} x {TENSORS} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
         "peers' snapshots": f"of another host: each snapshot moves half of it{seconds}",
         "offloaded states": "weights, gradients, optimizer",
-        "block inputs": "of a microbatch, one per layer, each rounded up to a power of two, pinned",
+        "block inputs": "of two microbatches, one per layer, each rounded up to a power of two, pinned",
     }
     by_rows: dict[tuple[tuple[str, str], ...], list[int]] = {}  # as they are written
     for host, load in enumerate(loads):

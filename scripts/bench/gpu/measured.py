@@ -14,6 +14,7 @@ from titan_rl.wire.gpus import PLANNED
 
 DEVICE = os.environ.get(PLANNED, "cuda")
 ON_CPU = DEVICE == "cpu"
+GIB = 2**30
 
 
 def begin(mode: str) -> None:

@@ -1,5 +1,6 @@
 """What the trainer parts of gpu_bare.py share: one rank's model of Qwen3's width, and samples in groups."""
 
+import gc
 import os
 import socket
 import tempfile
@@ -37,6 +38,7 @@ def config_of(
     rows: int = 1,
     algorithm: Any = "grpo",
     compiled: bool = False,
+    recompute: Any = "none",
     deterministic: bool = False,
 ) -> c.Config:
     """Return a config as a run on this GPU would resolve it, with fewer layers and shorter rows on a CPU."""
@@ -49,7 +51,7 @@ def config_of(
         training=c.TrainingSection(steps=20, seq_len=seq_len, local_batch_size=rows, mixed_precision_param=dtype),
         optimizer=c.OptimizerSection(lr=1e-6),
         compile=c.CompileSection(enable=compiled),
-        activation_checkpoint=c.ActivationCheckpointSection(mode="none"),
+        activation_checkpoint=c.ActivationCheckpointSection(mode=recompute),
         algorithm=c.AlgorithmSection(name=algorithm),
         debug=c.DebugSection(deterministic=deterministic),
         checkpoint=c.CheckpointSection(enable=False),
@@ -66,6 +68,8 @@ def model_of(config: c.Config) -> tuple[RoleModel, ModelShape]:
     if dist.is_initialized():
         dist.destroy_process_group()
         private.forget_shardings()
+        gc.collect()  # a module of FSDP2 is in cycles
+        torch.cuda.empty_cache()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -6,17 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from bench.gpu.measured import ON_CPU, kernel_times, say, say_within, seconds_of
+from bench.gpu.measured import GIB, ON_CPU, kernel_times, say, say_within, seconds_of
 from bench.gpu.trainer_rank import config_of, gpu_bytes, model_of, samples
+from titan_rl.actors.titan.compiled_blocks import graphs_compiled
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack
-from titan_rl.preflight.memory import needs
+from titan_rl.config.sections import Config
+from titan_rl.preflight.memory import block_inputs, needs
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch
 
 LAYERS, SEQ_LEN = 28, 2048
 LAST = 3  # seed of the steps that are measured
-ROWS = (1, 2) if ON_CPU else (1, 8, 4)  # a microbatch's, training.local_batch_size; the least telling one last
+ROWS = (1, 2) if ON_CPU else (1, 8)  # a microbatch's, training.local_batch_size
 
 
 def eager() -> None:
@@ -29,16 +31,36 @@ def compiled() -> None:
     steps(compiled=True)
 
 
+def recompute() -> None:
+    """Compare the modes that recompute blocks: seconds, memory, and what "offload" pins on the host."""
+    for mode in ("offload", "full", "selective"):
+        steps_with(mode)
+
+
+def steps_with(mode: str) -> None:
+    rows = ROWS[-1]
+    config = config_of(LAYERS, SEQ_LEN, rows=rows, recompute=mode)
+    model, shape = model_of(config)
+    _, hardware = measure(model, shape, rows, name := f"{mode}, rows {rows}")
+    if ON_CPU:
+        return
+    say_memory(model, config, shape, name, hardware)
+    if mode == "offload":
+        pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / GIB
+        say_within(f"{name}: pinned, GiB", pinned, block_inputs(config, shape, config.parallelism) / GIB, "estimate")
+
+
 def steps(*, compiled: bool) -> None:
     began = time.perf_counter()
     model, shape = model_of(config_of(LAYERS, SEQ_LEN, compiled=compiled))
     say("build, s", time.perf_counter() - began, f"{shape.parameters / 1e6:.0f}M parameters")
     for rows in ROWS:
-        seconds, hardware = measure(model, shape, rows)
+        seconds, hardware = measure(model, shape, rows, name := f"rows {rows}")
         if compiled:
-            say_graphs(rows)
+            say_graphs(name)
         if not ON_CPU:
-            say_memory(model, shape, rows, hardware)  # before the profiler takes memory
+            config = config_of(LAYERS, SEQ_LEN, rows=rows)
+            say_memory(model, config, shape, name, hardware)  # before the profiler takes memory
             say_rates(model, shape, rows, seconds, hardware.get("throughput/mfu", math.nan))
             torch.cuda.empty_cache()  # other rows are measured as if they were the first
 
@@ -51,7 +73,7 @@ def drawn(seed: int, rows: int, vocabulary: int) -> list[Batch]:
     return pack(made, shards=1, seq_len=seq_len, rows_per_microbatch=rows, pad_id=0, share=True)
 
 
-def measure(model: RoleModel, shape: ModelShape, rows: int) -> tuple[float, dict[str, float]]:
+def measure(model: RoleModel, shape: ModelShape, rows: int, name: str) -> tuple[float, dict[str, float]]:
     """Take some steps. Return the last one's seconds, and its metrics of the hardware."""
     times, hardware, microbatches = list[float](), dict[str, float](), []
     for seed in (0, 1, 2, LAST, LAST) if rows == 1 else (0, LAST, LAST):  # the last step has no new shape to compile
@@ -64,8 +86,8 @@ def measure(model: RoleModel, shape: ModelShape, rows: int) -> tuple[float, dict
         times.append(seconds_of(run))
     places = sum(each.tokens.size for each in microbatches)
     what = f"{len(microbatches)} microbatches of {rows} x {microbatches[0].tokens.shape[1]}"
-    say(f"rows {rows}: steps, s", " ".join(f"{each:.2f}" for each in times), what)
-    say(f"rows {rows}: places a second in the last step", places / times[-1])
+    say(f"{name}: steps, s", " ".join(f"{each:.2f}" for each in times), what)
+    say(f"{name}: places a second in the last step", places / times[-1])
     return times[-1], hardware
 
 
@@ -80,27 +102,22 @@ def say_rates(model: RoleModel, shape: ModelShape, rows: int, seconds: float, mf
         say(f"rows {rows}: kernel {name[:60]}, ms", took, f"{count} launches")
 
 
-def say_graphs(rows: int) -> None:
-    from torch._dynamo import config
-    from torch._dynamo.utils import counters
-
-    limit = f"a block that is compiled more than {config.recompile_limit} times fails: it must be one graph"
-    say(f"rows {rows}: graphs compiled so far", str(counters["stats"]["unique_graphs"]), limit)
+def say_graphs(name: str) -> None:
+    say_within(f"{name}: graphs compiled so far", graphs_compiled(), 4, "the kinds of calls of a block")
 
 
-def say_memory(model: RoleModel, shape: ModelShape, rows: int, hardware: Mapping[str, float]) -> None:
-    """Compare what the last step took with the preflight's estimate for these rows."""
-    gib = 2**30
-    own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes())["trainer"].own
+def say_memory(model: RoleModel, config: Config, shape: ModelShape, name: str, hardware: Mapping[str, float]) -> None:
+    """Compare what the last step took with the preflight's estimate for this config."""
+    own = needs(config, shape, gpu_bytes())["trainer"].own
     peak, reserved = hardware["memory/max_active_gib"], hardware["memory/max_reserved_gib"]
-    parts = sum(part.nbytes for part in own.parts.values()) / gib
-    say_within(f"rows {rows}: peak allocated, GiB", peak, parts, f"estimate, allowances apart: {own}")
-    say(f"rows {rows}: peak reserved minus peak allocated, GiB", reserved - peak, f"reserved {reserved:.2f}")
+    parts = sum(part.nbytes for part in own.parts.values()) / GIB
+    say_within(f"{name}: peak allocated, GiB", peak, parts, f"estimate, allowances apart: {own}")
+    say(f"{name}: peak reserved minus peak allocated, GiB", reserved - peak, f"reserved {reserved:.2f}")
     for when, estimate, what in (
         ("taken of the device", own.total, "estimate with allowances"),
         ("taken after release_memory", own.idle, "estimate of a waiting rank"),
     ):
         free, total = torch.cuda.mem_get_info()
-        now = f"allocated {torch.cuda.memory_allocated() / gib:.2f}, reserved {torch.cuda.memory_reserved() / gib:.2f}"
-        say_within(f"rows {rows}: {when}, GiB", (total - free) / gib, estimate / gib, f"{what}; {now}")
+        now = f"allocated {torch.cuda.memory_allocated() / GIB:.2f}, reserved {torch.cuda.memory_reserved() / GIB:.2f}"
+        say_within(f"{name}: {when}, GiB", (total - free) / GIB, estimate / GIB, f"{what}; {now}")
         model.release_memory()

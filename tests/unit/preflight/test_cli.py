@@ -160,12 +160,15 @@ def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.Captur
 
 def test_what_no_host_could_run_on_a_cpu_is_refused_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--config", "grpo_llama", "--dry-run", "--compile.enable", "--profiling.enable_memory_snapshot")
+    argv += ("--activation_checkpoint.mode", "offload")
     assert [warning.split(":")[0] for warning in checked_run(argv).warnings] == [
+        "activation_checkpoint.mode",
         "compile.enable",
         "profiling.enable_memory_snapshot",
     ]
     _, *problems = refused(capsys, *argv, "--hosts.device=cpu")
     assert [problem.split(":")[0] for problem in problems] == [
+        "  - activation_checkpoint.mode",
         "  - compile.enable",
         "  - profiling.enable_memory_snapshot",
     ]

@@ -29,7 +29,7 @@ def refused(config: Config, shape: ModelShape, gib: float, gpus: int = 8) -> lis
 
 
 @pytest.mark.parametrize("gib", [14, 16, 20, 24, 32, 40, 48, 60])
-@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("mode", ["none", "selective", "offload"])
 @pytest.mark.parametrize(("name", "shape"), [(EIGHT, LLAMA_8B), (ONE, QWEN_600M)])
 def test_what_is_suggested_fits(name: str, shape: ModelShape, mode: str, gib: int) -> None:
     before = ("--training.local_batch_size", "4"), ("--activation_checkpoint.mode", mode)

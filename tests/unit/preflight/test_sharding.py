@@ -111,3 +111,13 @@ def test_nothing_crosses_a_link_within_a_host() -> None:
     assert (found.received, found.sent) == (0, 0)
     assert found.held["staged weights"] == 2 * 8 * 100 * 2
     assert found.held["snapshots"] == 24 * LLAMA_8B.parameters
+
+
+def test_block_inputs_that_are_offloaded_are_on_the_trainers_host() -> None:
+    """torch pins a power of two for each, and again while the GPU reads the last microbatch's."""
+    config = on_device(load(find("grpo_llama3_8b"), [("activation_checkpoint.mode", "offload")]), "cuda")
+    training = replace(config.training, seq_len=3000, local_batch_size=1)
+    (found,) = host_loads(
+        replace(config, training=training), LLAMA_8B, {"trainer": ShardedModel(1, 1, 1, 1, [[100]] * 4)}, 8
+    )
+    assert found.held["block inputs"] == 4 * 2 * LLAMA_8B.n_layers * 4096 * LLAMA_8B.dim * 2
