@@ -1,7 +1,7 @@
 """The report from a GPU without vLLM and Monarch: its script on a CPU, with Triton's interpreter and tiny shapes.
 
-A bare machine is made for it too: a virtual environment with torch 2.11 and the wheels that the script says to carry.
-pip takes five gigabytes for it from a package index: torch's CUDA build, which is all that the default one has."""
+A second test runs it as on a bare machine: in a virtual environment with torch 2.11 and the carried wheels. It needs a
+package index and five gigabytes, because PyPI has only torch's CUDA build."""
 
 import os
 import shutil
