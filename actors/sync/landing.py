@@ -4,6 +4,8 @@ hold it.
     fetch_weights -> check layout, slot and (verify = "transfer") every byte against the manifests   during sampling
     write_weights -> in place; (verify = "live") gather the parameters back and compare              between two steps
 
+An engine with quantized weights gets whole rows instead, which are quantized as they are written (row_groups.py).
+
 A wrong block is fetched and written a second time, and then refused by name. Replicas, tensor-parallel ranks and
 restarted processes all use the same code: a Landing knows one rank's parameters and the runs that it reads.
 """
@@ -19,9 +21,13 @@ from torch import Tensor
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.host_memory import HeldRun, HostMemory
 from titan_rl.actors.sync.remote_reads import Remote
+from titan_rl.actors.sync.row_groups import RowGroups, planned_params
 from titan_rl.actors.sync.transport import Shared, is_remote
+from titan_rl.actors.vllm.vllm_params import is_quantized
+from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
+from titan_rl.kernels.quantize_rows import FP8
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
@@ -43,17 +49,23 @@ class Landing:
         sync: WeightSyncSection | None = None,
         reader: str = "reader",
         siblings: Sequence[HostCopy] = (),
+        quantization: Quantization = "none",
     ) -> None:
         """`reader` names this rank in errors. `siblings` are ranks of other replicas that read the same, with which it
         shares remote reads if they are on its host."""
         self._sync = sync or WeightSyncSection()
         self._reader = reader
-        self._runs = [_Run(params, source) for source in sources]
+        live, params = params, planned_params(params, quantization)
+        self._runs = [_Run(params, source, quantization) for source in sources]
         far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
         self._memory = _host_memory(far, siblings) if far else None
         host_runs = iter(self._memory.runs if self._memory else ())
         for run in self._runs:
             run.connect(params, next(host_runs) if run in far else None, self._sync)
+        self._groups: RowGroups | None = None
+        if quantization != "none" and self._runs:
+            copies, runs = [run.source.copies for run in self._runs], [run.by_slot for run in self._runs]
+            self._groups = RowGroups(live, copies, runs, quantization)
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
@@ -68,6 +80,11 @@ class Landing:
             self._memory.leave()
 
     @property
+    def _everything(self) -> list[list[int]]:
+        """Return all blocks, by run."""
+        return [list(range(len(run.blocks))) for run in self._runs]
+
+    @property
     def _received(self) -> int:
         return sum(run.transport.received for run in self._runs if isinstance(run.transport, Remote))
 
@@ -80,7 +97,9 @@ class Landing:
         for run, manifest in zip(self._runs, manifests, strict=True):
             run.check(manifest, sums=self._sync.verify != "off" or self._sync.delta)
         self._wanted = self._changed(manifests)
-        await self._fetch(manifests, self._wanted, timeout)
+        # A row is quantized whole: this host's memory must have all of it, of which only changed slices are fetched.
+        needed = self._everything if self._groups is not None else self._wanted
+        await self._fetch(manifests, needed, timeout)
         verify = await self._verify_transfer(manifests, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
         return ReaderCost(
@@ -103,7 +122,10 @@ class Landing:
         if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
             await self._fetch(manifests, wrong, timeout, again=True)
             self._put(manifests, wrong)
-            self._refuse(manifests, self._strange(manifests), "in the live parameters")
+            if self._groups is not None:
+                self._refuse_quantized(manifests, self._groups)
+            else:
+                self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
         verify = time.perf_counter() - written
         return ReaderCost(write=written - began, verify=verify, remote=self._received - before)
@@ -122,7 +144,7 @@ class Landing:
 
     def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Return the blocks to fetch, by run: all of them if what the parameters hold is unknown, or most changed."""
-        everything = [list(range(len(run.blocks))) for run in self._runs]
+        everything = self._everything
         if not self._sync.delta or self._held is None:
             return everything
         changed = [
@@ -154,8 +176,13 @@ class Landing:
     @torch.no_grad()
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
         try:
-            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
-                run.put(manifest.slot, indices)
+            if self._groups is not None:
+                blocks = (run.blocks[i] for run, indices in zip(self._runs, wanted, strict=True) for i in indices)
+                groups = self._groups.of(copy for block in blocks for copy in block.copies)
+                self._groups.write(groups, [manifest.slot for manifest in manifests])
+            else:
+                for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+                    run.put(manifest.slot, indices)
         finally:  # even a failed write leaves no copy reading a slot, which may be packed again from here on
             for gpu in {run.gpu for run in self._runs if run.gpu is not None}:
                 torch.cuda.synchronize(gpu)
@@ -182,6 +209,8 @@ class Landing:
 
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Return, by run, the blocks whose live bytes differ from the manifest, whether or not this sync wrote them."""
+        if self._groups is not None:
+            return self._unlike_fetched(manifests, self._groups)
         return [
             [
                 i
@@ -190,6 +219,29 @@ class Landing:
             ]
             for run, manifest in zip(self._runs, manifests, strict=True)
         ]
+
+    def _unlike_fetched(self, manifests: Sequence[Manifest], groups: RowGroups) -> list[list[int]]:
+        """Return, by run, the blocks whose fetched bytes differ from the manifest, or whose rows in the parameters are
+        not the quantization of the fetched bytes."""
+        damaged = self._damaged(manifests, self._everything)
+        different = {group.place for group in groups.different([manifest.slot for manifest in manifests])}
+        return [
+            [
+                i
+                for i, block in enumerate(run.blocks)
+                if i in wrong or (different and any(group.place in different for group in groups.of(block.copies)))
+            ]
+            for run, wrong in zip(self._runs, map(set, damaged), strict=True)
+        ]
+
+    def _refuse_quantized(self, manifests: Sequence[Manifest], groups: RowGroups) -> None:
+        self._refuse(manifests, self._damaged(manifests, self._everything), "as transferred")
+        if different := groups.different([manifest.slot for manifest in manifests]):
+            raise WeightsRefused(
+                f"{self._reader}, version {manifests[0].version}: expected the {groups.quantization} quantization of "
+                f"the fetched bytes in {different[0].place}, found other bytes twice; {len(different)} groups of rows "
+                "are wrong"
+            )
 
     def _refuse(self, manifests: Sequence[Manifest], wrong: Sequence[list[int]], where: str) -> None:
         for run, manifest, indices in zip(self._runs, manifests, wrong, strict=True):
@@ -206,9 +258,10 @@ class _Run:
 
     transport: Shared | Remote  # once connected
 
-    def __init__(self, params: Mapping[str, Tensor], source: Source) -> None:
-        _check_fit(params, source)
+    def __init__(self, params: Mapping[str, Tensor], source: Source, quantization: Quantization) -> None:
+        _check_fit(params, source, quantization)
         self.source = source
+        self._quantized = quantization != "none"
         self.gpu = gpu_of(params.values())
         dtype, kind = getattr(torch, source.dtype), kind_on(self.gpu)
         if source.offer.kind != kind:
@@ -234,7 +287,7 @@ class _Run:
             assert offer.registered is not None
             spans = [self._span(i) for i in range(len(self.blocks))]
             self.transport = Remote(offer.registered, host_run, spans, delta=sync.delta)
-        runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
+        self.by_slot = runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
         # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
         self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot
         self._places = [_windows(params, block.copies) for block in self.blocks]
@@ -243,7 +296,9 @@ class _Run:
         self._whole = [
             list(zip(places, (part for piece in pieces for part in parts_of(run, piece)), strict=True)) for run in runs
         ]
-        hashed = {"live": [self._places], "transfer": self._parts, "off": []}[sync.verify]
+        # Quantized parameters are compared with the fetched bytes, and those with the manifest (row_groups.py).
+        live = self._parts if self._quantized else [self._places]
+        hashed = {"live": live, "transfer": self._parts, "off": []}[sync.verify]
         self._checksums = [checksums_of(parts, self.gpu) for parts in hashed]
 
     def check(self, manifest: Manifest, *, sums: bool) -> None:
@@ -306,7 +361,7 @@ def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tenso
     return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0) for copy in copies]
 
 
-def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
+def _check_fit(params: Mapping[str, Tensor], source: Source, quantization: Quantization) -> None:
     dtype = getattr(torch, source.dtype)
     if source.offer.nbytes != source.nbytes:
         raise ValueError(
@@ -322,5 +377,5 @@ def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
         height, width = (param.shape[:-1].numel(), param.shape[-1]) if param.dim() > 1 else (*param.shape, 1)
         if rows > height or cols > width:
             raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
-        if param.dtype != dtype:
+        if param.dtype != (FP8 if quantization == "fp8" and is_quantized(copy.param) else dtype):
             raise ValueError(f"{copy.param}: expected {source.dtype} as staged by the trainer, found {param.dtype}")

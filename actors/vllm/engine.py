@@ -27,7 +27,14 @@ from titan_rl.actors.imports import import_vllm_model, use_given_threads, withou
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, memory_share, problem_of, sampling_params
+from titan_rl.actors.vllm.vllm_args import (
+    KEPT_LAYOUT,
+    engine_args,
+    memory_share,
+    problem_of,
+    quantization_args,
+    sampling_params,
+)
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
@@ -132,7 +139,7 @@ class Engine:
                 vllm_cpu.patch()
             import_vllm_model(settings.model_dir)
         meet_in_file()
-        args = engine_args(settings)
+        args = engine_args(settings) | quantization_args(settings, on_cpu=on_cpu)
         if on_cpu:
             args |= vllm_cpu.engine_args()
         else:

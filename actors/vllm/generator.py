@@ -123,7 +123,8 @@ class Generator(Actor):
             self._landing = None  # unmaps and unpins what lost trainers packed, before as much again is pinned
         with quiet_rdma():
             name = f"generator rank {self._rank}"
-            self._landing = Landing(self._engine.params(), sources, sync, name, siblings)
+            quantization = self._settings.quantization
+            self._landing = Landing(self._engine.params(), sources, sync, name, siblings, quantization)
         self._in_flight = sync.in_flight
         return self._landing.connection
 

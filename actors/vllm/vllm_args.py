@@ -10,11 +10,21 @@ from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records_kept"}
+NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records_kept", "quantization"}
 
 KEPT_LAYOUT = {"moe_backend": "triton"}
 """Arguments of an engine on a GPU that leave live parameters in the order of the weight plan. Other kernels of vLLM for
 experts reorder w13 after loading, in the same shape."""
+
+
+def quantization_args(settings: GeneratorSection, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments for weights in 8 bits. "int8" needs none: its weights are rounded and stay in `dtype`.
+
+    A scale of each weight's row and of each token. The backend is named because others reorder the weights, or round
+    no activations. Both of these read a transposed weight in place; torch's also computes on a CPU."""
+    if settings.quantization != "fp8":
+        return {}
+    return {"quantization": "fp8_per_channel", "linear_backend": "torch" if on_cpu else "cutlass"}
 
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:

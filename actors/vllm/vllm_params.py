@@ -7,10 +7,12 @@ ranks.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from titan_rl.config.choices import Quantization
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece
 
 W13, W2 = "routed_experts.w13_weight", "routed_experts.w2_weight"  # [E, 2F, D], [E, D, F]
+SCALE = "_scale"  # vLLM's suffix of the parameter with the scales of an fp8 weight's rows  # [rows, 1]
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
 
 
@@ -29,6 +31,21 @@ def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
     return result
 
 
+def is_quantized(param: str) -> bool:
+    """Return whether generator.quantization applies to a parameter: the weights of the blocks' linear layers."""
+    return param.endswith("_proj.weight")
+
+
+def live_shapes(shape: ModelShape, tp: int, quantization: Quantization) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a live model. vLLM transposes fp8 weights, and keeps a scale of each row."""
+    shapes = param_shapes(shape, tp)
+    if quantization != "fp8":
+        return shapes
+    quantized = {name: size for name, size in shapes.items() if is_quantized(name)}
+    codes = {name: (cols, rows) for name, (rows, cols) in quantized.items()}
+    return shapes | codes | {name + SCALE: (rows, 1) for name, (rows, _) in quantized.items()}
+
+
 def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
 
@@ -41,9 +58,11 @@ def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
     return {param: local(param, parts) for param, parts in _parameters(shape, tp)}
 
 
-def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
+def verify_complete(
+    live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int, quantization: Quantization = "none"
+) -> None:
     """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
-    expected = param_shapes(shape, tp)
+    expected = live_shapes(shape, tp, quantization)
     wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
     for name, size in expected.items():
         if name not in live:

@@ -43,7 +43,7 @@ def on_device(config: Config, device: str) -> Config:
         ),
         generator=replace(
             g,
-            dtype=chosen(g.dtype, compute),
+            dtype=chosen(g.dtype, "bfloat16" if g.quantization == "fp8" else compute),
             enforce_eager=chosen(g.enforce_eager, not cuda),
             max_num_batched_tokens=g.max_num_batched_tokens or batched,
             kv_cache_memory_mb=g.kv_cache_memory_mb or (0 if cuda else CPU_CACHE_MB),

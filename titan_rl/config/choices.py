@@ -12,6 +12,7 @@ Scalar = bool | int | float | str
 NestedTables = dict[str, dict[str, Scalar | list[Scalar] | Table]]  # by name; a value may be a list or a table
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
+Quantization = Literal["none", "fp8", "int8"]
 Family = Literal["llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"]
 FamilyChoice = Literal["auto", Family]
 Level = Literal["token", "sequence"]
@@ -20,10 +21,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
 Rejection = Literal["none", "token", "geometric"]
-_RolloutAlgorithm = Literal[
+RolloutAlgorithm = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "dapo", "gspo", "cispo", "opd"
 ]
-AlgorithmName = Literal[_RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
+AlgorithmName = Literal[RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
 
 
 MOST_SECONDS = 10**7

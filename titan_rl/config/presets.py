@@ -4,13 +4,15 @@ A file's own keys override the preset, so presets can be changed and mixed freel
 
 A preset means the same at every staleness: its ratio is against the log-probs of sampling (proximal = "generator"), as
 PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
-ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Two presets need
-other keys, see `resolve`: opd with a lag, and gspo in 16 bits.
+ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Other keys are
+needed by two presets, opd with a lag and gspo in 16 bits, and by all where the engines' weights are quantized: see
+`resolve`.
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, get_args
 
+from titan_rl.config.choices import RolloutAlgorithm
 from titan_rl.config.sections import AlgorithmSection, Config
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -47,7 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 TRUNCATED: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
-"""For opd with a lag: no clip limits its ratio, so a truncated weight corrects stale tokens."""
+"""For opd with a lag: no clip limits its ratio, so a truncated weight corrects stale tokens. And for engines with
+quantized weights: a clip of the ratio against their log-probs would act on rounding."""
 
 GSPO_16_BITS: dict[str, Any] = {"clip_low": 0.015, "clip_high": 0.02}
 """gspo's clip for a ratio against a generator, if it or the trainer computes in 16 bits. They then round differently,
@@ -55,13 +58,16 @@ which moves the ratio of an unchanged policy beyond the paper's clip. This one i
 difference over an answer of some dozens of tokens, if the difference per token is sound (train/engine_proof.py)."""
 
 
-def resolve(own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float32",)) -> dict[str, Any]:
+def resolve(
+    own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float32",), quantized: bool = False
+) -> dict[str, Any]:
     """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: of the trainer's and the generator's
     computations; any but "float32" has 16 bits."""
     name, keys = own.get("name", "grpo"), dict[str, Any]()
-    if name == "opd" and lag and own.get("proximal") != "generator":
+    corrected = quantized and "correction" not in own and name in get_args(RolloutAlgorithm)
+    if (corrected or (name == "opd" and lag)) and own.get("proximal") != "generator":
         keys = TRUNCATED
-    if name == "gspo" and set(dtypes) != {"float32"}:
+    elif name == "gspo" and set(dtypes) != {"float32"}:
         # Without a lag the sampling policy is the trainer's, so a ratio against the trainer has no difference of
         # rounding. With a lag only the generator has computed log-probs of the older policy. A weight by the product
         # over an answer ("sequence_tis") would add up the rounding of all tokens; the mean in gspo's ratio cancels it.
@@ -77,4 +83,5 @@ def algorithm_of(own: dict[str, Any], config: Config, *, gpus: bool = False) -> 
     planned = gpus or hosts.device == "cuda" or hosts.gpu_memory_gb > 0
     auto = "bfloat16" if planned and hosts.device != "cpu" else "float32"
     dtypes = [auto if dtype == "auto" else dtype for dtype in dtypes]
-    return AlgorithmSection(**resolve(own, lag=config.rollout.steps_ahead, dtypes=dtypes))
+    quantized = config.generator.quantization != "none"
+    return AlgorithmSection(**resolve(own, lag=config.rollout.steps_ahead, dtypes=dtypes, quantized=quantized))

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Switch, Table, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Quantization, Switch, Table, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,10 @@ class GeneratorSection:
     """Tensor-parallel degree of one engine, which is its number of processes."""
     dtype: DtypeChoice = "auto"
     """Dtype of the rollout weights. "auto": float32 on a CPU; on a GPU training.mixed_precision_param, or bfloat16 if
-    that is "auto" too."""
+    that is "auto" too. With quantization = "fp8": bfloat16."""
+    quantization: Quantization = "none"
+    """Sample with the blocks' linear weights in 8 bits and a scale per row, rounded when they land: "fp8" computes with
+    vLLM's fp8 kernels; "int8" rounds alike on a CPU. Turns algorithm.correction on (docs/clusters.md)."""
     max_num_seqs: int = bounds(256, ge=1, le=2**20)
     """Maximum number of sequences in one engine's batch."""
     max_model_len: int = bounds(0, ge=0, le=2**20)

@@ -253,8 +253,9 @@ async def _generators(
     """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder."""
     config = setup.resolved
     g = config.generator
+    quantization = "none" if loaded else g.quantization  # on landing, and `loaded` weights do not land
     settings = EngineSettings(
-        **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
+        **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len, "quantization": quantization},
         model_dir=str(setup.model_folder),
         block_size=BLOCK_TOKENS[setup.device],
         sleeps=config.placement.kind == "colocated" and not loaded,
@@ -274,7 +275,7 @@ async def _generators(
         )
         ranks = await mesh.start()
         for rank in ranks:
-            verify_complete(rank.shapes, setup.shape, tp)
+            verify_complete(rank.shapes, setup.shape, tp, quantization)
         if loaded:
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)
