@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.cudart import REGISTERED, Cudart, as_on_a_gpu
+from support.fake_engines import SETTINGS
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Memory, Shared
@@ -38,7 +39,7 @@ def trainer(value: float) -> Staging:
 def test_respawned_trainers_leave_the_pins_of_the_living_connections(cudart: Cudart) -> None:
     """The generator's own endpoint connects, again and again, to trainers that are gone by then."""
     live = {"p": torch.zeros(44, 16)}
-    generator: Any = SimpleNamespace(_engine=SimpleNamespace(params=lambda: live), _rank=0)
+    generator: Any = SimpleNamespace(_engine=SimpleNamespace(params=lambda: live), _settings=SETTINGS, _rank=0)
     connect: Any = inspect.unwrap(cast(Any, Generator.connect)._method)
     staging = trainer(-1)
     for value in range(RECONNECTS):

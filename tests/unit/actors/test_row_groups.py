@@ -24,19 +24,19 @@ from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.weight_plan import plan
 from titan_rl.wire.weight_source import Source
 
-RANKS, TP, BLOCK = 2, 2, 256
+RANKS, BLOCK = 4, 256
 Kind = Literal["fp8", "int8"]
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
 class Sync:
-    """Two FSDP ranks that send to one of two tensor-parallel readers, in this process."""
+    """Trainer ranks that each have a quarter of every matrix, by rows and columns, and a reader, in this process."""
 
     def __init__(self, quantization: Kind, dtype: torch.dtype = torch.bfloat16, **sync: Any) -> None:
         self.quantization: Kind = quantization
         self.dtype = dtype
-        shards, generator = layout_of(TINY, fsdp=RANKS), torch.Generator().manual_seed(0)
-        planned = plan(shards, [pieces(TINY, tp=TP, rank=rank) for rank in range(TP)])
+        shards, generator = layout_of(TINY, fsdp=2, tp=2), torch.Generator().manual_seed(0)
+        planned = plan(shards, [pieces(TINY, tp=1, rank=0)])
         self.weights = [
             {s.name: torch.randn((s.rows, s.cols), generator=generator) for s in rank if s.rows} for rank in shards
         ]
@@ -47,7 +47,7 @@ class Sync:
         ]
         self.live = {
             name: torch.zeros(size, dtype=torch.float32 if name.endswith(SCALE) else dtype)
-            for name, size in live_shapes(TINY, TP, quantization).items()
+            for name, size in live_shapes(TINY, 1, quantization).items()
         }
         if quantization == "fp8":  # vLLM's: transposed views of rows
             for name, param in self.live.items():
@@ -77,7 +77,7 @@ class Sync:
 
     def expected(self) -> dict[str, Tensor]:
         """Return what the parameters must hold: each put together whole, and then quantized."""
-        whole = {name: torch.zeros(size, dtype=self.dtype) for name, size in param_shapes(TINY, TP).items()}
+        whole = {name: torch.zeros(size, dtype=self.dtype) for name, size in param_shapes(TINY, 1).items()}
         for weights, copies in zip(self.weights, self.copies, strict=True):
             for c in copies[0]:
                 table = whole[c.param].view(len(whole[c.param]), -1)
@@ -185,7 +185,7 @@ def test_a_delta_quantizes_only_the_rows_that_changed(quantization: Kind, monkey
         write(self, groups, slots)
 
     monkeypatch.setattr(RowGroups, "write", noted)
-    assert sync.pull(1) == BLOCK < everything // 100
+    assert 0 < sync.pull(1) <= BLOCK < everything // 100
     assert sync.holds()
     assert 0 < len(written) <= BLOCK
 
