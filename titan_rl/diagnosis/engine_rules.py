@@ -10,7 +10,8 @@ from titan_rl.diagnosis.history import RECENT, History
 GAP_MULT = 1.05  # mean exp(|gap|), as metric_docs.py has it: above it more than rounding differs
 GAP_MEAN = 0.05  # nats: bfloat16 in both engines gives about 0.01
 LAG_MULT, LAG_MEAN = 1.4, 0.3
-"""The same with a lag: the policy's own change is in the gap then, and clip and correction are there for it."""
+"""The same with a lag, or with quantized weights: the policy's own change, or their rounding, is in the gap then, and
+clip and correction are there for it."""
 FEW_TOKENS = 100.0  # times the mean gap: a largest gap above it comes from few tokens
 ESS = 0.5  # share of the tokens that the weights of the correction leave
 CLIPPED = 0.2  # share of the tokens on which the clip acts: a healthy step clips a few percent
@@ -32,7 +33,8 @@ def gap(run: History) -> Finding | None:
     mult, mean = run["logprob_gap/mult"], run["logprob_gap/mean"]
     lost = sum("logprob_gap/mean" in line and line["logprob_gap/mean"] is None for line in run.lines[-RECENT:])
     config, age = run.config, run["policy_age/mean"].recent()
-    most_mult, most_mean = (LAG_MULT, LAG_MEAN) if age > 0 else (GAP_MULT, GAP_MEAN)
+    quantized = config.generator.quantization != "none"
+    most_mult, most_mean = (LAG_MULT, LAG_MEAN) if age > 0 or quantized else (GAP_MULT, GAP_MEAN)
     if not len(mean) or (not mult.recent() > most_mult and mean.recent() <= most_mean and not lost):
         return None
     since = mean.since(lambda value: value > most_mean / 2)
@@ -48,6 +50,8 @@ def gap(run: History) -> Finding | None:
     if age > 0:
         lag = config.rollout.max_staleness_steps
         changes.append(Change.of(config, "rollout.max_staleness_steps", lag // 2))
+    if quantized:
+        changes.append(Change.of(config, "generator.quantization", "none"))
     if config.generator.dtype != config.training.mixed_precision_param:
         same = config.generator.dtype if config.generator.dtype != "auto" else "float32"
         changes.append(Change.of(config, "training.mixed_precision_param", same))

@@ -10,7 +10,7 @@ from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, lent, size
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
@@ -196,11 +196,12 @@ def layout(p: ParallelismSection) -> str:
 
 def generators(setup: Setup) -> MeshRow:
     g = setup.resolved.generator
-    each = setup.shape.parameters * BYTES[g.dtype] // g.tensor_parallel_degree
+    each = engine_weights(setup.resolved, setup.shape).nbytes
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
     procs = g.replicas * g.tensor_parallel_degree
-    holds = f"weights {size(each)} per rank, {cache}"
+    quantized = {"none": "", "fp8": " (linear layers in fp8)", "int8": " (linear layers rounded to int8)"}
+    holds = f"weights {size(each)} per rank{quantized[g.quantization]}, {cache}"
     if setup.device == "cuda" and setup.config.debug.deterministic:
         holds += ", batch-invariant kernels"
     return MeshRow("generator", procs, layout, device(setup, "generator"), g.dtype, holds)
@@ -274,10 +275,13 @@ def algorithm(config: Config) -> str:
         return f"{config.training.steps} steps of {config.training.global_batch_size} {what}"
     updates = f", {a.updates} updates per step" if a.updates > 1 else ""
     kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
+    corrected = f", correction {a.correction} up to {a.correction_high:g}" if a.correction != "none" else ""
+    if config.generator.quantization != "none":
+        corrected = f"{corrected or ', no correction'} for weights sampled in {config.generator.quantization}"
     return (
         f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
         f"at most {r.max_staleness_steps} steps stale{updates}; "
-        f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}"
+        f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}{corrected}"
     )
 
 
@@ -290,7 +294,10 @@ def transport(setup: Setup) -> str:
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
     within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.at_addresses else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
+    quantization = setup.config.generator.quantization
+    lands = "" if quantization == "none" else f", quantized to {quantization} on landing"
     return (
         f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"
-        f"{', changed blocks only' if sync.delta else ''}, {checked[sync.verify]}; requests in flight: {sync.in_flight}"
+        f"{', changed blocks only' if sync.delta else ''}{lands}, {checked[sync.verify]}; "
+        f"requests in flight: {sync.in_flight}"
     )

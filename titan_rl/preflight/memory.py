@@ -174,9 +174,7 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     graphs = {} if g.enforce_eager else {"graphs": captured}
     token = cache_bytes_per_token(config, shape)
     kept = {
-        "weights": MemoryPart(
-            shape.parameters * each // tp, f"{count(shape.parameters)} parameters x {each} / TP {tp}"
-        ),
+        "weights": engine_weights(config, shape),
         "KV cache": MemoryPart(cache, f"{count(cache // token)} tokens x {size(token)}"),
     }
     formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"
@@ -189,6 +187,19 @@ def asleep(config: Config) -> int:
     m = config.memory
     graphs = 0 if config.generator.enforce_eager else m.cuda_graphs_mb
     return (m.sleeping_engine_mb or m.cuda_context_mb + graphs) << 20
+
+
+def engine_weights(config: Config, shape: ModelShape) -> MemoryPart:
+    """Return the weights of one rank of a generator. fp8 is what it computes with; int8 only rounds them."""
+    g = config.generator
+    each, tp = BYTES[g.dtype], g.tensor_parallel_degree
+    if g.quantization != "fp8":
+        return MemoryPart(shape.parameters * each // tp, f"{count(shape.parameters)} parameters x {each} / TP {tp}")
+    codes = shape.n_layers * sum(rows * cols for rows, cols in shape.linears)
+    scales = shape.n_layers * sum(rows for rows, _ in shape.linears)
+    rest = shape.parameters - codes
+    formula = f"({count(codes)} fp8 codes + {count(scales)} scales x 4 + {count(rest)} others x {each}) / TP {tp}"
+    return MemoryPart((codes + 4 * scales + rest * each) // tp, formula)
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -21,6 +21,8 @@ from titan_rl.wire.types import Completion, Generates, Request, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference, by dtype. Sound engines: below 1e-5 in float32, 3e-3 to 3e-2 in 16 bits."""
+QUANTIZED = {"none": 0.0, "int8": 0.2, "fp8": 0.5}
+"""The same by generator.quantization."""
 REMEDY = "If this is rounding, raise weight_sync.gap_tolerance."
 PROMPT_TOKENS = 64  # at most
 SAMPLES, NEW_TOKENS = 4, 8  # per replica; per sample. Short, because a step of an engine has a fixed cost
@@ -39,9 +41,10 @@ class Continuation(NamedTuple):
 
 
 def tolerance_of(config: Config) -> float:
-    """Return the largest mean difference that rounding explains, by the coarsest dtype of both sides."""
+    """Return the largest mean difference that rounding explains, by the coarsest numbers of both sides."""
     dtypes = config.generator.dtype, config.training.dtype, config.training.mixed_precision_param
-    return config.weight_sync.gap_tolerance or max(TOLERANCES[dtype] for dtype in dtypes)
+    rounded = QUANTIZED[config.generator.quantization]
+    return config.weight_sync.gap_tolerance or max(rounded, *(TOLERANCES[dtype] for dtype in dtypes))
 
 
 async def sample_continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
@@ -79,7 +82,8 @@ def logprob_gap(continuations: Sequence[Continuation], scores: Sequence[np.ndarr
     raise RunError(
         f"the generators compute something else than the trainers: their log-probs differ by {gap:.2g} on average",
         f"Expected at most {tolerance:g} over {len(gaps)} tokens sampled after the first weight sync, found {gap:.3g} "
-        f"(largest {gaps.max():.3g}), with generator.dtype = {config.generator.dtype}, training.dtype = "
+        f"(largest {gaps.max():.3g}), with generator.dtype = {config.generator.dtype}, "
+        f"generator.quantization = {config.generator.quantization}, training.dtype = "
         f"{training.dtype}, training.mixed_precision_param = {training.mixed_precision_param}. Both hold the same "
         "bytes, so the engine packs, transposes or derives weights when it loads them, or computes another model. "
         f"Nothing was trained. {REMEDY}",

@@ -53,6 +53,13 @@ class ModelShape:
         return embeddings + self.n_layers * block + self.dim
 
     @property
+    def linears(self) -> list[tuple[int, int]]:
+        """Return rows and columns of a block's linear layers, fused as vLLM has them, without router and experts."""
+        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        dense = [(2 * self.hidden_dim, self.dim), (self.dim, self.hidden_dim)] if not self.experts else []
+        return [(queries + 2 * keys, self.dim), (self.dim, queries), *dense]
+
+    @property
     def hidden_per_token(self) -> int:
         """Return the rows of the feed-forwards that a token passes through."""
         return self.hidden_dim * (self.experts_per_token or 1)

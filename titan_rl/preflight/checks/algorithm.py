@@ -155,6 +155,12 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
             'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
         )
+    if a.kind == "rl" and a.correction == "none" and (quantization := config.generator.quantization) != "none":
+        where = "nothing corrects for" if a.proximal == "trainer" else "the clip also acts on"
+        yield (
+            f'algorithm.correction is "none" with generator.quantization = "{quantization}": {where} the rounding of '
+            'the weights; the default is algorithm.proximal = "trainer" with algorithm.correction = "token_tis"'
+        )
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         yield (
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
