@@ -109,9 +109,9 @@ def run_command(keys: Mapping[str, Any], program: Sequence[str] = RUN, config: s
     return [sys.executable, *program, "--config", config, *flags]
 
 
-def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = RUN) -> str:
-    """Run `program` with these config keys and return its output."""
-    command = run_command(keys, program)
+def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = RUN, config: str = CONFIG) -> str:
+    """Run `program` with a config and these keys, and return its output."""
+    command = run_command(keys, program, config)
     done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
