@@ -3,7 +3,14 @@
 from dataclasses import fields, replace
 
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args, memory_share, sampling_params
+from titan_rl.actors.vllm.vllm_args import (
+    NOT_VLLMS,
+    VLLM_NAMES,
+    engine_args,
+    memory_share,
+    quantization_args,
+    sampling_params,
+)
 from titan_rl.wire.types import Sampling
 
 SETTINGS = EngineSettings(
@@ -19,6 +26,14 @@ def test_every_key_reaches_vllm_under_its_name() -> None:
     assert not NOT_VLLMS & args.keys()
     assert (args["model"], args["tensor_parallel_size"], args["seed"]) == ("folder", 2, 7)
     assert args["distributed_executor_backend"] == "external_launcher"
+
+
+def test_fp8_has_a_backend_that_reads_the_weights_as_they_land() -> None:
+    for quantization in ("none", "int8"):
+        assert quantization_args(replace(SETTINGS, quantization=quantization), on_cpu=False) == {}
+    fp8 = replace(SETTINGS, quantization="fp8")
+    assert quantization_args(fp8, on_cpu=True) == {"quantization": "fp8_per_channel", "linear_backend": "torch"}
+    assert quantization_args(fp8, on_cpu=False) == {"quantization": "fp8_per_channel", "linear_backend": "cutlass"}
 
 
 def test_the_head_is_the_models_unless_it_shall_be_float32() -> None:

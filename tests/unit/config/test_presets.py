@@ -55,6 +55,20 @@ def test_a_lag_changes_only_the_preset_without_a_clip(name: str) -> None:
     assert resolve({"name": name}, lag=4) == {"name": name, **PRESETS[name], **corrected}
 
 
+@names
+def test_quantized_engines_are_corrected_for_unless_a_file_decides(name: str) -> None:
+    corrected = {"proximal": "trainer", "correction": "token_tis"}
+    samples = name not in ("sft", "dpo", "ipo", "reward_model")
+    for lag in (0, 2):
+        expected = {"name": name, **PRESETS[name], **(corrected if samples else {})}
+        assert resolve({"name": name}, lag=lag, dtypes=("bfloat16",), quantized=True) == expected
+    own = {"name": name, "proximal": "generator"}
+    assert resolve(own, lag=0, quantized=True) == PRESETS[name] | own
+    assert resolve({"name": name, "correction": "none"}, lag=0, quantized=True) == resolve(
+        {"name": name, "correction": "none"}, lag=0
+    )
+
+
 def test_a_files_keys_win_at_every_lag() -> None:
     decoupled = {"name": "dapo", "proximal": "trainer", "correction": "token_tis"}
     assert resolve(decoupled, lag=2) == PRESETS["dapo"] | decoupled

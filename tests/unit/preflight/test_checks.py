@@ -103,6 +103,18 @@ def test_the_defaults_run() -> None:
             "[parallelism]\nexpert_parallel_degree = 2",
             "parallelism.expert_parallel_degree: expected 1 for llama3, which has no experts, found 2",
         ),
+        (
+            '[generator]\nquantization = "fp8"\ndtype = "float32"\n[training]\nmixed_precision_param = "bfloat16"',
+            'generator.dtype: expected "bfloat16" or "auto", because vLLM\'s fp8 kernels take no other, found',
+        ),
+        (
+            '[model]\nhidden_dim = 392\n[generator]\nquantization = "fp8"',
+            'generator.quantization: expected "none", because vLLM pads fp8 weights, a rank of which has 392 hid',
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\n[generator]\nquantization = "int8"',
+            'generator.quantization: expected "none", because the experts of qwen3_moe are not quantized, found "int8"',
+        ),
         ("[training]\nsteps = 0", "training.steps: expected at least 1, because cold_start.steps is 0 too, found 0"),
         (
             "[model]\nn_layers = 64\n[training]\nseq_len = 2048\n[generator]\nkv_cache_memory_mb = 32",
@@ -143,6 +155,16 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
 )
 def test_no_problem(tmp_path: Path, toml: str) -> None:
     assert problems(config(tmp_path, toml), gpus=Gpus(2 if "cuda" in toml else 0)) == []
+
+
+def test_int8_is_for_cpus(tmp_path: Path) -> None:
+    quantized = config(tmp_path, '[generator]\nquantization = "int8"')
+    assert problems(quantized) == []
+    (problem,) = problems(quantized, gpus=Gpus(2))
+    assert problem == (
+        'generator.quantization: expected "fp8" or "none", because vLLM has no int8 kernel that a sync can '
+        'write, found "int8"'
+    )
 
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
@@ -261,6 +283,14 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
         ),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
+        (
+            '[generator]\nquantization = "int8"\n[algorithm]\ncorrection = "none"',
+            'algorithm.correction is "none" with generator.quantization = "int8": the clip also acts on the',
+        ),
+        (
+            '[generator]\nquantization = "int8"\n[algorithm]\nproximal = "trainer"\ncorrection = "none"',
+            'algorithm.correction is "none" with generator.quantization = "int8": nothing corrects for the',
+        ),
     ],
 )
 def test_warnings(tmp_path: Path, toml: str, message: str) -> None:

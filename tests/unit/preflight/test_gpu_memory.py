@@ -15,6 +15,7 @@ from titan_rl.preflight.memory import (
     Need,
     beside_sleeping_engine,
     cache_bytes_per_token,
+    engine_weights,
     measured_trainer,
     needs,
     on_gpus,
@@ -42,6 +43,15 @@ def test_what_is_suggested_fits(name: str, shape: ModelShape, mode: str, gib: in
         assert settings, advice
         after = refused(load(find(name), [*flags, *settings]), shape, gib)
         assert not any(other.startswith(mesh) for other in after), (problem, after)
+
+
+def test_fp8_halves_an_engines_linear_weights() -> None:
+    config = on_gpus(load(find(EIGHT)), LLAMA_8B, 0)
+    fp8 = replace(config, generator=replace(config.generator, quantization="fp8"))
+    linear = LLAMA_8B.parameters - 2 * LLAMA_8B.vocab_size * LLAMA_8B.dim  # and norms, which are few
+    saved = engine_weights(config, LLAMA_8B).nbytes - engine_weights(fp8, LLAMA_8B).nbytes
+    assert linear * 0.99 < saved < linear
+    assert "fp8 codes" in engine_weights(fp8, LLAMA_8B).formula
 
 
 def test_some_models_are_too_large_for_a_node() -> None:

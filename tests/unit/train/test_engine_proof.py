@@ -62,6 +62,8 @@ def test_rounding_is_no_difference_and_more_ends_the_run_by_name() -> None:
         ({"training__mixed_precision_param": "bfloat16"}, 0.1),
         ({"training__mixed_precision_param": "bfloat16", "weight_sync__gap_tolerance": 0.02}, 0.02),
         ({"weight_sync__gap_tolerance": 1e6}, 1e6),
+        ({"generator__quantization": "int8"}, 0.2),
+        ({"generator__quantization": "fp8", "generator__dtype": "bfloat16"}, 0.5),
     ],
 )
 def test_the_tolerance_is_that_of_the_coarsest_dtype_unless_it_is_given(keys: dict[str, Any], tolerance: float) -> None:
