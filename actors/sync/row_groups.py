@@ -101,7 +101,7 @@ class RowGroups:
                     place.view(torch.uint8).bitwise_not_()
 
     def different(self, slots: Sequence[int]) -> list[RowGroup]:
-        """Return the groups whose live bytes are not those that write() would write."""
+        """Return the groups that write() would change."""
         return [group for group in self._groups.values() if not self._holds(group, slots)]
 
     def _holds(self, group: RowGroup, slots: Sequence[int]) -> bool:

@@ -190,7 +190,7 @@ def asleep(config: Config) -> int:
 
 
 def engine_weights(config: Config, shape: ModelShape) -> MemoryPart:
-    """Return the weights of one rank of a generator. fp8 is what it computes with; int8 only rounds them."""
+    """Return the weights of one rank of a generator. Those in int8 are rounded and stored in generator.dtype."""
     g = config.generator
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     if g.quantization != "fp8":

@@ -26,9 +26,9 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     rl = [line for line in lines if line["kind"] == "rl"]
     trained = [line for line in lines if line["kind"] in ("rl", "fit")]
     wall, seconds = times(lines)
-    tokens, gap_mean, gap_max = (
+    tokens, gap_mean, gap_max, effective = (
         np.array([line.get(key) for line in rl], dtype=float)  # null stands for NaN, and becomes NaN again
-        for key in ("tokens/trained", "logprob_gap/mean", "logprob_gap/max")
+        for key in ("tokens/trained", "logprob_gap/mean", "logprob_gap/max", "off_policy/ess")
     )
     return {
         "config_name": config_name,
@@ -42,6 +42,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
             "mean": float(gap_mean @ tokens / max(1, tokens.sum())) if rl else None,
             "max": float(gap_max.max()) if rl else None,
         },
+        "effective_samples": float(effective @ tokens / max(1, tokens.sum())) if rl else None,
         "versions": versions(),
         "git_commit": git_commit(),
         "machine": machine(),

@@ -181,7 +181,7 @@ class Terminal:
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
-            ("log-prob gap", log_prob_gap(summary["logprob_gap"])),
+            ("log-prob gap", log_prob_gap(summary["logprob_gap"], summary["effective_samples"])),
             *([("samples", Group(*samples))] if samples else []),
             ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
             ("next", Text("\n".join(hints))),
@@ -329,10 +329,12 @@ def time_split(seconds: Mapping[str, float]) -> RenderableType:
     return table
 
 
-def log_prob_gap(gap: Mapping[str, float | None]) -> Text:
+def log_prob_gap(gap: Mapping[str, float | None], effective: float | None) -> Text:
+    """`effective`: the share of the samples that the correction's weights leave, 1 without a correction."""
     if gap["mean"] is None or gap["max"] is None:
         return Text("no step, no gap", "dim")
-    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max", "" if gap["mean"] <= GAP_MEAN else "yellow")
+    left = f"; corrected, effective samples {effective:.1%}" if effective is not None and effective < 1 else ""
+    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max{left}", "" if gap["mean"] <= GAP_MEAN else "yellow")
 
 
 def visible(text: str, width: int) -> str:

@@ -26,7 +26,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
         "time/sync": 0.5,
         "time/wait": 0.25,
     }
-    gap = {"tokens/trained": 10, "logprob_gap/mean": 1e-3, "logprob_gap/max": 0.01}
+    gap = {"tokens/trained": 10, "logprob_gap/mean": 1e-3, "logprob_gap/max": 0.01, "off_policy/ess": 1.0}
     lines = [  # a first process of 40 s, a break, and a second one of 30 s
         {"kind": "startup", "step": 0, "time": now - 90, "time/startup": 10},
         {"kind": "cold_start", "step": 0, "time": now - 88, "eval/score": 0.125},
@@ -34,7 +34,16 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
         {"kind": "eval", "step": 0, "time": now - 78, "time/eval": 2, "eval/score": 0.25},
         {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5},
         {"kind": "startup", "step": 1, "time": now - 20, "time/startup": 10},
-        {"kind": "rl", "step": 2, "time": now - 10, **step, **gap, "tokens/trained": 30, "logprob_gap/max": 0.5},
+        {
+            "kind": "rl",
+            "step": 2,
+            "time": now - 10,
+            **step,
+            **gap,
+            "tokens/trained": 30,
+            "logprob_gap/max": 0.5,
+            "off_policy/ess": 0.96,
+        },
         {"kind": "eval", "step": 2, "time": now, "time/eval": 1, "eval/score": 0.75},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,6 +66,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
         abs=1,
     )
     assert summary["logprob_gap"] == pytest.approx({"mean": 1e-3, "max": 0.5})
+    assert summary["effective_samples"] == pytest.approx(0.97)
     assert [summary[key] for key in ("config_name", "seed", "steps")] == ["tiny", 0, 2]
     assert [summary[key] for key in ("cold_start_eval", "initial_eval", "final_eval")] == [0.125, 0.25, 0.75]
     assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])

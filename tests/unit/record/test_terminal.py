@@ -41,7 +41,7 @@ METRICS = {
 SUMMARY = {
     "steps": 300, "wall_seconds": 312.2, "cold_start_eval": 0.0, "initial_eval": 0.414, "final_eval": 0.981,
     "seconds": {"startup": 21.0, "cold_start": 70.2, "generate": 130.5, "train": 55.1, "sync": 12.3, "wait": 0.1},
-    "logprob_gap": {"mean": 1.2e-7, "max": 2.4e-6},
+    "logprob_gap": {"mean": 1.2e-7, "max": 2.4e-6}, "effective_samples": 0.992,
 }  # fmt: skip
 CRASH = "Traceback (most recent call last):\n  File 'policy.py', line 42, in step\nRuntimeError: out of memory\n"
 
