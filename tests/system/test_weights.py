@@ -14,6 +14,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
+from titan_rl.config.choices import Quantization
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
@@ -37,12 +38,26 @@ CASES = {
         2,
         "bfloat16",
     ),
+    "llama_fsdp2_to_tp1_in_fp8": (
+        replace(MODEL, dim=128),
+        c.ParallelismSection(data_parallel_shard_degree=2),
+        1,
+        "bfloat16",
+    ),
 }
+QUANTIZED = ("llama_fsdp2_to_tp1_in_fp8",)  # as vLLM's own loader quantizes the export
 
 STARTS_FROM_A_FOLDER = ("llama_tied_fsdp2_tp2_to_tp2",)
 
 
-def run_config(folder: Path, model: c.ModelSection, parallelism: c.ParallelismSection, tp: int, dtype: str) -> c.Config:
+def run_config(
+    folder: Path,
+    model: c.ModelSection,
+    parallelism: c.ParallelismSection,
+    tp: int,
+    dtype: str,
+    quantization: Quantization = "none",
+) -> c.Config:
     return on_device(
         c.Config(
             job=c.JobSection(dump_folder=str(folder)),
@@ -51,7 +66,9 @@ def run_config(folder: Path, model: c.ModelSection, parallelism: c.ParallelismSe
             optimizer=c.OptimizerSection(lr=1e-2),
             parallelism=parallelism,
             generator=c.GeneratorSection(
-                tensor_parallel_degree=tp, dtype="bfloat16" if dtype == "bfloat16" else "float32"
+                tensor_parallel_degree=tp,
+                dtype="bfloat16" if dtype == "bfloat16" else "float32",
+                quantization=quantization,
             ),
         ),
         "cpu",
@@ -70,6 +87,7 @@ async def generators(config: c.Config, folder: str, *, load: bool) -> GeneratorM
         model_dir=folder,
         max_model_len=64,
         dtype=g.dtype,
+        quantization=g.quantization,
         max_num_seqs=8,
         tensor_parallel_degree=g.tensor_parallel_degree,
         kv_cache_memory_mb=16,
@@ -112,7 +130,7 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
     model, parallelism, tp, dtype = CASES[case]
     if case in STARTS_FROM_A_FOLDER:
         model = made_by_transformers(folder / "assets", model)
-    config = run_config(folder, model, parallelism, tp, dtype)
+    config = run_config(folder, model, parallelism, tp, dtype, "fp8" if case in QUANTIZED else "none")
     shape, clock = shape_of(model), Clock()
     trainers = ModelMesh(this_host(), "trainer", config, shape, {})
     live, _ = await asyncio.gather(

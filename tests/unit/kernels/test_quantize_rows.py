@@ -38,6 +38,15 @@ def test_a_rounded_element_is_close_and_the_largest_of_a_row_is_exact(
     assert not rounded[3].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_gpu_rounds_as_a_cpu_does(quantization: Literal["fp8", "int8"]) -> None:
+    weight = torch.randn(512, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    on_cpu, on_gpu = quantize_rows(weight, quantization), quantize_rows(weight.cuda(), quantization)
+    for mine, its in zip(on_cpu, on_gpu, strict=True):
+        assert torch.equal(mine.view(torch.uint8), its.cpu().view(torch.uint8))
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_row_is_rounded_alike_alone_and_among_others(quantization: Literal["fp8", "int8"]) -> None:
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -101,6 +101,17 @@ def test_deterministic_engines_are_announced_and_too_small_a_gpu_is_refused(
     assert "[parallelism]: expected a trainer that fits 10.0 GiB" in capsys.readouterr().err
 
 
+def test_quantized_rollouts_and_their_correction_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "grpo_llama", "--generator.quantization", "int8", "--dry-run"]) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "per rank (linear layers rounded to int8), KV cache",
+        "correction token_tis up to 2 for weights sampled in int8",
+        "quantized to int8 on landing, verified in the live parameters",
+    ):
+        assert part in plan
+
+
 def test_snapshots_that_exceed_a_hosts_memory_are_refused(
     data: list[str], cuts: dict[str, ShardedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
