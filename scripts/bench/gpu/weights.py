@@ -14,11 +14,13 @@ import torch
 from bench.gpu.measured import DEVICE, ON_CPU, say, say_equal, seconds_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
-from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
+from titan_rl.actors.vllm.vllm_params import SCALE, is_quantized, param_shapes, pieces
+from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.kernels.quantize_rows import FP8, quantize_rows
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Shard, plan
+from titan_rl.wire.weight_plan import Shard, WeightPlan, plan
 from titan_rl.wire.weight_source import Source
 
 BLOCK, SLICE = 1 << 20, 8 << 20  # bytes, as by default
@@ -46,29 +48,42 @@ class Reader:
 
     def __init__(self) -> None:
         self.landing: Landing | None = None
-        self.live = {n: torch.zeros(s, dtype=torch.bfloat16, device=DEVICE) for n, s in param_shapes(SHAPE, 1).items()}
+        self.live = live_params("none")
 
     def ready(self) -> bool:
         return True
 
-    def connect(self, sources: Sequence[Source], sync: WeightSyncSection) -> None:
+    def connect(self, sources: Sequence[Source], sync: WeightSyncSection, quantization: Quantization = "none") -> None:
         self.landing = None  # its pins end
-        self.landing = Landing(self.live, sources, sync)
+        self.live = live_params(quantization)
+        self.landing = Landing(self.live, sources, sync, quantization=quantization)
 
     def land(self, manifests: Sequence[Manifest]) -> tuple[Any, Any, dict[str, float]]:
         """Return what fetching and writing took, and the sum of each parameter."""
         assert self.landing is not None
         fetched = asyncio.run(self.landing.fetch_weights(manifests, PATIENCE))
         written = asyncio.run(self.landing.write_weights(PATIENCE))
-        return fetched, written, {name: float(p.double().sum()) for name, p in self.live.items()}
+        return fetched, written, {name: float(p.float().double().sum()) for name, p in self.live.items()}
 
     def damage(self, manifests: Sequence[Manifest]) -> int:
         """Negate one element. Return how many blocks then differ from the manifests."""
         assert self.landing is not None
         name = next(name for name in self.live if name.endswith("qkv_proj.weight"))
-        flat = self.live[name].view(-1)
-        flat[12345 % len(flat)].neg_()
+        param = self.live[name]
+        octets = (param if param.is_contiguous() else param.t()).view(torch.uint8).view(-1)
+        last = 12345 % param.numel() * param.itemsize + param.itemsize - 1
+        octets[last] ^= 128  # the sign
         return sum(map(len, self.landing._strange(manifests)))
+
+
+def live_params(quantization: Quantization) -> dict[str, torch.Tensor]:
+    """Return parameters as vLLM has them: fp8 weights are transposed, and have a float32 scale of each row."""
+    params = {n: torch.zeros(s, dtype=torch.bfloat16, device=DEVICE) for n, s in param_shapes(SHAPE, 1).items()}
+    if quantization == "fp8":
+        for name in filter(is_quantized, [*params]):
+            params[name + SCALE] = torch.zeros(len(params[name]), 1, device=DEVICE)
+            params[name] = params[name].to(FP8).t()
+    return params
 
 
 def serve(pipe: Connection) -> None:
@@ -126,6 +141,28 @@ def weights() -> None:
             found = reader.ask("damage", list(staging.pack(4, 0, 4).values()))
             say("blocks that differ after one element was negated", str(found), "1: the hash sees a sign", found == 1)
         asyncio.run(staging.drop())
+    quantized(params, made, reader)
+
+
+def quantized(params: dict[str, torch.Tensor], made: WeightPlan, reader: Peer) -> None:
+    """Land a version in fp8, and compare the attention's codes and scales with a CPU's."""
+    sync = WeightSyncSection(verify="live")
+    staging = Staging(params, made.outgoing(0), torch.bfloat16, slice_bytes=SLICE, block_bytes=BLOCK)
+    offer = staging.offer(remote=False)[0]
+    sources = [Source(0, offer, copies, "bfloat16", BLOCK) for copies in made.incoming(0).values()]
+    reader.ask("connect", sources, sync, "fp8")
+    _, written, sums = reader.ask("land", list(staging.pack(1, 0, 1).values()))
+    say("fp8: quantize and write, s", written.write)
+    say("fp8: verify, s", written.verify, "bytes hashed, rows quantized again")
+    equal = True
+    for name, parts in held():
+        codes, scale = quantize_rows(torch.cat([params[part] for part in parts]).to(torch.bfloat16).cpu(), "fp8")
+        expected = {name: float(codes.float().double().sum()), name + SCALE: float(scale.double().sum())}
+        equal &= all(math.isclose(sums[key], value, rel_tol=1e-9, abs_tol=1e-9) for key, value in expected.items())
+    say_equal("fp8: sums of the attention's codes and scales", equal, True, "as a CPU quantizes the packed weights")
+    found = reader.ask("damage", list(staging.pack(2, 0, 2).values()))
+    say("fp8: blocks with other rows after one code was changed", str(found), "at least 1", found > 0)
+    asyncio.run(staging.drop())
 
 
 def publish(version: int, staging: Staging, params: dict[str, torch.Tensor], reader: Peer) -> None:
