@@ -100,7 +100,7 @@ class Landing:
         # A row is quantized whole: this host's memory must have all of it, of which only changed slices are fetched.
         needed = self._everything if self._groups is not None else self._wanted
         await self._fetch(manifests, needed, timeout)
-        verify = await self._verify_transfer(manifests, timeout) if self._sync.verify == "transfer" else 0.0
+        verify = await self._verify_transfer(manifests, needed, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
         return ReaderCost(
             read=time.perf_counter() - began - verify,
@@ -134,10 +134,12 @@ class Landing:
         """Mark the parameters as empty: the next fetch must be a whole one, and an earlier fetch is void."""
         self._held = self._announced = None
 
-    async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
+    async def _verify_transfer(
+        self, manifests: Sequence[Manifest], needed: Sequence[list[int]], timeout: float
+    ) -> float:
         """Return the seconds it took. Hashes on another thread: hashing releases the GIL, so sampling continues."""
         began = time.perf_counter()
-        if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
+        if any(wrong := await asyncio.to_thread(self._damaged, manifests, needed)):
             await self._fetch(manifests, wrong, timeout, again=True)
             self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
         return time.perf_counter() - began
@@ -377,5 +379,8 @@ def _check_fit(params: Mapping[str, Tensor], source: Source, quantization: Quant
         height, width = (param.shape[:-1].numel(), param.shape[-1]) if param.dim() > 1 else (*param.shape, 1)
         if rows > height or cols > width:
             raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
-        if param.dtype != (FP8 if quantization == "fp8" and is_quantized(copy.param) else dtype):
+        if quantization == "fp8" and is_quantized(copy.param):
+            if param.dtype != FP8:
+                raise ValueError(f"{copy.param}: expected {FP8} for generator.quantization, found {param.dtype}")
+        elif param.dtype != dtype:
             raise ValueError(f"{copy.param}: expected {source.dtype} as staged by the trainer, found {param.dtype}")

@@ -62,7 +62,7 @@ def resolve(
     own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float32",), quantized: bool = False
 ) -> dict[str, Any]:
     """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: of the trainer's and the generator's
-    computations; any but "float32" has 16 bits."""
+    computations; any but "float32" has 16 bits. `quantized`: the generator's weights have 8."""
     name, keys = own.get("name", "grpo"), dict[str, Any]()
     corrected = quantized and "correction" not in own and name in get_args(RolloutAlgorithm)
     if (corrected or (name == "opd" and lag)) and own.get("proximal") != "generator":
