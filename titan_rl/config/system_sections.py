@@ -117,7 +117,7 @@ class GeneratorSection:
     that is "auto" too. With quantization = "fp8": bfloat16."""
     quantization: Quantization = "none"
     """Sample with the blocks' linear weights in 8 bits and a scale per row, rounded when they land: "fp8" computes with
-    vLLM's fp8 kernels; "int8" rounds alike on a CPU. Turns algorithm.correction on (docs/clusters.md)."""
+    vLLM's fp8 kernels; "int8", on a CPU, only rounds. Turns algorithm.correction on (docs/clusters.md)."""
     max_num_seqs: int = bounds(256, ge=1, le=2**20)
     """Maximum number of sequences in one engine's batch."""
     max_model_len: int = bounds(0, ge=0, le=2**20)

@@ -274,6 +274,15 @@ def test_engines_that_disagree_are_the_cause_of_the_collapse_that_follows() -> N
     assert "collapse" in [effect.rule for effect in diagnosis.problems[0].effects]
 
 
+def test_the_rounding_of_quantized_weights_is_no_disagreement_and_a_larger_gap_is_theirs() -> None:
+    cfg = config(generator__quantization="int8")
+    sound = {"logprob_gap/mean": 0.17, "logprob_gap/mult": 1.27, "logprob_gap/max": 2.4}
+    assert not [p for p in found(metrics(20, cfg, change=lambda step, line: sound), cfg).problems if p.rule == "gap"]
+    large = {"logprob_gap/mean": 0.6, "logprob_gap/mult": 2.1, "logprob_gap/max": 9.0}
+    diagnosis = found(metrics(20, cfg, change=lambda step, line: large), cfg)
+    assert first(diagnosis) == ("gap", "generator.quantization")
+
+
 def test_stale_samples_ask_for_less_lag() -> None:
     cfg = config("grpo_llama_async", rollout__max_staleness_steps=8)
     old = {"policy_age/mean": 6.2, "policy_age/max": 8.0, "off_policy/ess": 0.31, "clip_ratio/high": 0.2,
