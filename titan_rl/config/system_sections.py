@@ -199,7 +199,8 @@ class WeightSyncSection:
     """Transfer and write only the blocks that changed, unless most of them did."""
     gap_tolerance: float = bounds(0.0, ge=0, le=1e6)
     """Largest mean difference between the log-probs of generators and trainers, on one prompt after the first sync. A
-    larger one ends the run before it trains. 0: 0.001 if all is float32, else 0.1."""
+    larger one ends the run before it trains. 0: 0.001 if all is float32, else 0.1; with generator.quantization 0.2
+    ("int8") or 0.5 ("fp8")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
