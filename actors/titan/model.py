@@ -16,10 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import (
     CommConfig,
     CompileConfig,
@@ -47,7 +46,8 @@ from titan_rl.actors.titan import (
     titan_cpu,
 )
 from titan_rl.actors.titan.activation_offload import OffloadAC
-from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
+from titan_rl.actors.titan.shard_reader import read_shards
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
@@ -244,24 +244,24 @@ class TitanModel:
 
     def read(self, folder: str | Path, *, head: bool = True) -> None:
         """Load this rank's shards from Hugging Face safetensors. Keep the current head if `head` is False."""
-        translate = adapter(self.spec, str(folder))
-        state = self._to_hf(translate)
-        if not head:
-            state = {name: value for name, value in state.items() if name not in ("lm_head.weight", HF_VALUE_HEAD)}
-        load(state, storage_reader=translate.get_hf_storage_reader(str(folder)))
-        if HF_VALUE_HEAD in state:
-            state["lm_head.weight"] = state.pop(HF_VALUE_HEAD)
-        self.model.load_state_dict(translate.from_hf(state), strict=False)
+        self.reshard()
+        names = self.names
+        if self.shape.head == "value":
+            names = {**names, "lm_head.weight": HF_VALUE_HEAD}
+        wanted = {n: p for n, p in self.model.named_parameters() if head or plain(n) != "lm_head.weight"}
+        read_shards(Path(folder), wanted, names, self.shape.folder_rows())
 
     def write(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES) -> None:
         """Write the weights as Hugging Face safetensors, by default in their own dtype, in files of at most
         `file_bytes` unless one tensor has more. The caller adds config.json and the tokenizer."""
         with torch.no_grad():
             state = self._to_hf(adapter(self.spec, None))
+            for one, parts in self.shape.fused().items():
+                state[one] = joined([state.pop(part) for part in parts])
             if dtype is not None:
                 state = {name: value.to(dtype) for name, value in state.items()}
             itemsize = (dtype or getattr(torch, self.config.training.dtype)).itemsize
-            sizes = {name: itemsize * math.prod(size) for name, size in self.shape.hf_tensors().items()}
+            sizes = {name: itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
                 fqn_to_index_mapping=file_numbers(sizes, file_bytes),
@@ -339,6 +339,17 @@ class DeviceRows:
             counts, ids = (torch.from_numpy(x).to(device, non_blocking=True) for x in rows.kept.ids())
             kept = counts, ids
         return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments, kept=kept)
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors below each other, sharded by rows if they were sharded."""
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        return torch.cat(parts)
+    mesh = first.device_mesh
+    whole = torch.cat([part.full_tensor() for part in parts if isinstance(part, DTensor)])
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(placements=[Shard(0)] * mesh.ndim)
 
 
 def file_numbers(sizes: dict[str, int], file_bytes: int) -> dict[str, int]:

@@ -5,8 +5,8 @@ what the weight plan, checkpoints and exports have.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,10 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_rl.actors.titan import private
+from titan_rl.actors.titan import family_parts, private
 from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
+from titan_rl.wire.model_families import BEFORE, NormPlace
 from titan_rl.wire.model_shape import ModelShape
 
 NO_DIMENSION = -1
@@ -33,14 +34,20 @@ Init = dict[str, Callable[..., Any]]
 
 
 class Adapter(Qwen3StateDictAdapter):
-    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v, and with experts that
-    are replicated."""
+    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v, with the norms of a
+    family, and with experts that are replicated."""
+
+    norms: Mapping[str, NormPlace] = BEFORE
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
         layer = "layers.{}"
         for x in "qkv":
             self.from_hf_map[f"model.{layer}.self_attn.{x}_proj.bias"] = f"{layer}.attention.qkv_linear.w{x}.bias"
+        for norm in BEFORE:
+            del self.from_hf_map[f"model.{layer}.{norm}.weight"]
+        for norm, place in self.norms.items():
+            self.from_hf_map[f"model.{layer}.{norm}.weight"] = f"{layer}.{place}.weight"
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple[Placement, ...], device_mesh: DeviceMesh
@@ -83,17 +90,18 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
 
     q, k and v stay separate linears: their shards are then rectangles of Hugging Face's tensors, which is what the
     weight plan moves; the generator fuses them on arrival."""
-    init = Initializers.of(shape)
-    model = Qwen3Model.Config(
+    init, parts = Initializers.of(shape), shape.parts
+    embedding = family_parts.ScaledEmbedding if parts.scaled_embedding else Embedding
+    model = family_parts.Model.Config(
         dim=shape.dim,
         vocab_size=shape.vocab_size,
         enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(
+        tok_embeddings=embedding.Config(
             num_embeddings=shape.vocab_size,
             embedding_dim=shape.dim,
             param_init={"weight": skip_param_init if shape.tied else init.embedding["weight"]},
         ),
-        norm=_norm(shape, shape.dim),
+        norm=norm(shape, shape.dim),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=init.head),
         layers=[_layer(shape, init, layer, seq_len) for layer in range(shape.n_layers)],
     )
@@ -104,12 +112,12 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
         parallelize_fn=qwen3.parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Adapter,
+        state_dict_adapter=type("FamilyAdapter", (Adapter,), {"norms": parts.norms}),
     )
 
 
 def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Qwen3TransformerBlock.Config:
-    parts, window = shape.parts, shape.sliding_window
+    parts, window = shape.parts, shape.window(layer)
     attention = make_gqa_config(
         dim=shape.dim,
         n_heads=shape.n_heads,
@@ -118,30 +126,61 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
         wqkv_param_init=init.linear,
         wo_param_init=init.by_depth(layer),
         inner_attention=VarlenAttention.Config(window_size=(window - 1, 0) if window else (-1, 0)),
-        rope=ScaledRoPE.Config(
-            dim=shape.head_dim, max_seq_len=seq_len, theta=shape.rope_theta, rope_scaling=shape.rope_scaling
-        ),
-        qk_norm=_norm(shape, shape.head_dim) if parts.head_norms else None,
+        rope=rope(shape, layer, seq_len),
+        qk_norm=norm(shape, shape.qk_norms["q"], wide=parts.wide_norms) if shape.qk_norms else None,
     )
     qkv: Any = attention.qkv_linear
-    qkv.wq.bias = qkv.wkv.bias = parts.qkv_bias
+    qkv.wq.bias = qkv.wkv.bias = shape.qkv_bias
+    if parts.wide_norms or shape.query_scalar:
+        keys: dict[str, Any] = {key.name: getattr(attention, key.name) for key in fields(attention) if key.init}
+        attention = family_parts.Attention.Config(
+            **keys,
+            k_norm=norm(shape, shape.qk_norms["k"], wide=True) if parts.wide_norms else None,
+            scale=shape.query_scalar**-0.5 if shape.query_scalar else None,
+        )
     feed_forward = make_ffn_config(
         dim=shape.dim,
         hidden_dim=shape.hidden_dim,
         w1_param_init=init.linear,
         w2w3_param_init=init.by_depth(layer),
     )
-    return Qwen3TransformerBlock.Config(
-        attention_norm=_norm(shape, shape.dim),
-        ffn_norm=_norm(shape, shape.dim),
+    if parts.activation != "silu":
+        feed_forward = family_parts.GeluFeedForward.Config(w1=feed_forward.w1, w2=feed_forward.w2, w3=feed_forward.w3)
+    block: dict[str, Any] = {place: norm(shape, shape.dim) for place in parts.norms.values()}
+    missing: dict[str, Any] = {
+        place: family_parts.NoNorm.Config(normalized_shape=shape.dim) for place in BEFORE.values()
+    }
+    kind: Any = family_parts.Block if len(block | missing) > len(missing) else Qwen3TransformerBlock
+    return kind.Config(
         attention=attention,
         feed_forward=None if shape.experts else feed_forward,
         moe=moe_config(shape, init.linear, init.by_depth(layer)) if shape.experts else None,
+        **(missing | block),
     )
 
 
-def _norm(shape: ModelShape, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
+def rope(shape: ModelShape, layer: int, seq_len: int) -> ScaledRoPE.Config:
+    """Return the rotary embedding of a layer, with tables for rows of `seq_len` tokens."""
+    of_window = bool(shape.window_theta and shape.window(layer))
+    keys: dict[str, Any] = {
+        "dim": shape.rotary_dim or shape.head_dim,
+        "max_seq_len": seq_len,
+        "theta": shape.window_theta if of_window else shape.rope_theta,
+        "rope_scaling": None if shape.parts.by_layer and shape.window(layer) else shape.rope_scaling,
+    }
+    if layer in shape.unrotated_layers:
+        return family_parts.NoRoPE.Config(**keys)
+    if shape.parts.partly_rotated:
+        return family_parts.PartialRoPE.Config(**keys, interleaved=shape.parts.interleaved_rope)
+    return ScaledRoPE.Config(**keys)
+
+
+def norm(shape: ModelShape, size: int, *, wide: bool = False) -> RMSNorm.Config:
+    if shape.parts.norm_offset:
+        init = {"weight": nn.init.zeros_}
+        return family_parts.OffsetNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init=init)
+    kind = family_parts.WideNorm if wide else RMSNorm
+    return kind.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
 
 
 def adapter(spec: ModelSpec, assets: str | None) -> Any:

@@ -133,7 +133,7 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
                 _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
             ],
         )
-        if shape.parts.qkv_bias:
+        if shape.qkv_bias:
             yield (
                 f"{at}.self_attn.qkv_proj.bias",
                 [
@@ -143,12 +143,11 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
                 ],
             )
         yield by_columns(f"{at}.self_attn.o_proj.weight", q)
-        if shape.parts.head_norms:
-            yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
-            yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
+        for x, size in shape.qk_norms.items():
+            yield vector(f"{at}.self_attn.{x}_norm.weight", size)
         yield from _feed_forward(shape, f"{at}.mlp", tp)
-        yield vector(f"{at}.input_layernorm.weight", dim)
-        yield vector(f"{at}.post_attention_layernorm.weight", dim)
+        for norm in shape.parts.norms:
+            yield vector(f"{at}.{norm}.weight", dim)
     yield vector("model.norm.weight", dim)
     if not shape.tied:
         yield embedding("lm_head.weight")

@@ -36,6 +36,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, ke
     "Qwen3, yarn": ("Qwen3Config", {**WIDE, "rope_parameters": YARN}),
     "Mistral, window 16": ("MistralConfig", {"head_dim": 32, "sliding_window": 16}),
     "Mistral, no window": ("MistralConfig", {**WIDE, "sliding_window": None}),
+    "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4}),
+    "OLMo 2": ("Olmo2Config", {"num_key_value_heads": 4}),
+    "OLMo 2, grouped, yarn": ("Olmo2Config", {"rope_parameters": YARN}),
+    "OLMo 3, window 16": ("Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
+    "OLMo 3, yarn": (
+        "Olmo3Config",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 16},
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "Phi-3": ("Phi3Config", {"num_key_value_heads": 4}),
+    "Phi-4, partly rotated": (
+        "Phi3Config",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "GLM-4": ("Glm4Config", {"head_dim": 32}),
+    "GLM-4, no biases": ("Glm4Config", {**WIDE, "attention_bias": False, "tie_word_embeddings": True}),
+    "Gemma 3, window 16": (
+        "Gemma3TextConfig",
+        {
+            **{"num_hidden_layers": 6, "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 48},
+            **{"hidden_size": 96},
+        },
+    ),
     "Qwen3-MoE": ("Qwen3MoeConfig", {**WIDE, **EXPERTS}),
     "Qwen3-MoE, tied, weights not normed": (
         "Qwen3MoeConfig",
@@ -57,6 +85,6 @@ def make_folder(name: str, folder: Path) -> None:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(0, 0.1)
-            if "norm" in key:
+            if "norm" in key and not kind.startswith("Gemma"):
                 parameter.add_(1)
     model.save_pretrained(folder)

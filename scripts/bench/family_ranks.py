@@ -33,6 +33,9 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
         live = engine.params()
         verify_complete({key: tuple(p.shape) for key, p in live.items()}, shape, 1)
         tensors = load_file(path / "model.safetensors")
+        for one, parts in shape.fused().items():
+            sizes = [shape.hf_tensors()[part][0] for part in parts]
+            tensors |= zip(parts, tensors.pop(one).split(sizes), strict=True)
         held = [[Shard(key, 0, len(w), 0, w[0].numel()) for key, w in tensors.items()]]
         copies = plan(held, [pieces(shape, tp=1, rank=0)]).outgoing(0)[0]
         run = live["model.norm.weight"].new_empty(sum(copy.elements for copy in copies))

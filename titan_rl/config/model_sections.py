@@ -10,8 +10,7 @@ from titan_rl.config.choices import MOST_RANKS, Dtype, DtypeChoice, FamilyChoice
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     name: FamilyChoice = "auto"
-    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": the
-    Hugging Face folder's; without one, llama3."""
+    """Model family, see docs/models.md. "auto": the Hugging Face folder's; without one, llama3."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""

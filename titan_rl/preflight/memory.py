@@ -257,9 +257,9 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         return stream + attention + queries + keys + 12 * shape.experts_per_token
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
         return 2 * stream + attention + queries + keys + wide
-    norms = 2 * (stream + 4)  # the input, and a float32
+    norms = len(shape.parts.norms) * (stream + 4)  # the input, and a float32
     rotary = 8 * shape.head_dim  # its cosines and sines
-    if shape.parts.head_norms:
+    if shape.qk_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide

@@ -203,6 +203,6 @@ def write_stand_in(folder: Path, shape: ModelShape, seed: int) -> None:
     draw = np.random.default_rng(seed)
     tensors = {
         name: draw.normal(0, 0.02, size).astype(np.float32) if len(size) > 1 else np.ones(size, np.float32)
-        for name, size in shape.hf_tensors().items()
+        for name, size in shape.folder_tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -24,6 +24,9 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # required
 }
 YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # optional
 MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
+FULL, WINDOW = "full_attention", "sliding_attention"
+WINDOWED = {"olmo3": 4, "gemma3_text": 6}  # every how many layers one has no window, if config.json does not tell
+DEFAULT_THETAS = {"smollm3": 2e6, "olmo3": 5e5, "gemma3_text": 1e6}  # transformers'
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -32,11 +35,44 @@ HF_SIZES = (
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers 5's `rope_parameters`, or build them from 4's `rope_theta` and `rope_scaling`."""
-    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
-    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    """Return transformers 5's `rope_parameters`, or build them from 4's `rope_theta` and `rope_scaling`. If layers with
+    a sliding window have their own, they are not returned."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = {"rope_theta": config.get("rope_theta") or DEFAULT_THETAS.get(str(config.get("model_type")), 10000.0)}
+    if config.get("partial_rotary_factor"):
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    rope |= given.get("full_attention", {}) if by_layer(given) else given
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
+
+
+def window_theta_of(config: Mapping[str, Any]) -> float:
+    """Return the rotary base of the layers that have a sliding window, if other layers have none."""
+    given = config.get("rope_parameters") or {}
+    of_window = given.get("sliding_attention") if by_layer(given) else None
+    if of_window:
+        return float(of_window["rope_theta"])
+    if config.get("model_type") == "gemma3_text":
+        return float(config.get("rope_local_base_freq") or 10000.0)
+    return float(rope_of(config)["rope_theta"])
+
+
+def by_layer(rope: Mapping[str, Any]) -> bool:
+    """Return whether `rope_parameters` differ by the type of a layer."""
+    return bool(rope) and set(rope) <= {FULL, WINDOW}
+
+
+def layer_types_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer, for a family whose layers differ, by transformers' defaults if need be."""
+    layers, every = config["num_hidden_layers"], WINDOWED.get(str(config.get("model_type")), 0)
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or every
+    return config.get("layer_types") or [WINDOW if (i + 1) % every else FULL for i in range(layers)]
+
+
+def rotated_layers_of(config: Mapping[str, Any]) -> list[int]:
+    """Return SmolLM3's no_rope_layers: 1 for a layer with rotary embeddings, 0 for one without."""
+    every = config.get("no_rope_layer_interval") or 4
+    return config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(config["num_hidden_layers"])]
 
 
 def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -60,8 +96,11 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("dtype", "torch_dtype"):
         if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
             yield refused(key, "float32, bfloat16, float16 or float64", config[key])
-    if config.get("hidden_act", "silu") != "silu":
-        yield refused("hidden_act", '"silu"', config["hidden_act"])
+    if config.get(parts.activation_key, parts.activation) != parts.activation:
+        yield refused(parts.activation_key, f'"{parts.activation}"', config[parts.activation_key])
+    scalar = config.get("query_pre_attn_scalar")
+    if scalar is not None and (type(scalar) is not int or scalar < 1):
+        yield refused("query_pre_attn_scalar", "a positive integer", scalar)
     for key in parts.false_keys:
         if config.get(key):
             yield refused(key, "false", config[key])
@@ -140,17 +179,28 @@ def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Itera
 
 
 def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
-    """Either all layers have the window, or none has one."""
+    """Layers have the window or not as `layer_types` tells, or all have it, or none."""
     window = config.get("sliding_window", parts.default_window) if parts.default_window else None
-    if parts.model_type == "llama" and config.get("sliding_window") is not None:  # vLLM has it, transformers does not
-        yield refused("sliding_window", "null, as transformers ignores it for Llama", config["sliding_window"])
+    ignored = {"llama": "as transformers ignores it for Llama", "phi3": "as vLLM ignores it for Phi-3"}
+    if parts.model_type in ignored and config.get("sliding_window") is not None:
+        yield refused("sliding_window", f"null, {ignored[parts.model_type]}", config["sliding_window"])
     if type(window) is int and not 0 < window <= MOST:
         yield refused("sliding_window", f"null, or a positive integer of at most {MOST}", window)
-    kind = "sliding_attention" if window else "full_attention"
-    layers = config.get("layer_types") or []
-    if not isinstance(layers, list) or any(layer != kind for layer in layers):
-        of_window = f", for sliding_window is {window}" if parts.default_window else ""
-        yield refused("layer_types", f"{kind.replace('_', ' ')} only{of_window}", config["layer_types"])
+    layers, count = config.get("layer_types") or [], config.get("num_hidden_layers")
+    if parts.by_layer:
+        if type(window) is not int:
+            yield refused("sliding_window", "a positive integer", window)
+        if layers and (not isinstance(layers, list) or len(layers) != count or set(map(str, layers)) - {FULL, WINDOW}):
+            yield refused("layer_types", f"{FULL} or {WINDOW} for each of {count} layers", layers)
+    else:
+        kind = WINDOW if window else FULL
+        if not isinstance(layers, list) or any(layer != kind for layer in layers):
+            of_window = f", for sliding_window is {window}" if parts.default_window else ""
+            yield refused("layer_types", f"{kind.replace('_', ' ')} only{of_window}", config["layer_types"])
+    rotated = config.get("no_rope_layers")
+    if rotated and (not parts.unrotated_layers or not isinstance(rotated, list) or len(rotated) != count):
+        expected = f"a 0 or a 1 for each of {count} layers" if parts.unrotated_layers else "no such key"
+        yield refused("no_rope_layers", expected, rotated)
 
 
 def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
@@ -158,6 +208,13 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
         if not isinstance(config.get(key) or {}, dict):
             yield refused(key, "an object", config[key])
             return
+    given = config.get("rope_parameters") or {}
+    nested = parts.by_layer and by_layer(given)
+    if nested and not all(isinstance(part, dict) and _positive(part.get("rope_theta")) for part in given.values()):
+        yield refused("rope_parameters", "a rope_theta above 0 for each type of layer", given)
+        return
+    if nested and given.get(WINDOW, {}).get("rope_type", "default") != "default":
+        yield refused("rope_parameters", f"rope_type default for {WINDOW}", given[WINDOW])
     rope = rope_of(config)
     if not _positive(rope["rope_theta"]):
         yield refused("rope_theta", "a number above 0", rope["rope_theta"])
@@ -169,8 +226,11 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
         yield refused("rope_parameters", "a low_freq_factor below the high_freq_factor", rope)
     elif rope["rope_type"] == "yarn":
         yield from _unsupported_yarn(rope)
-    if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    factor = rope.get("partial_rotary_factor") or 1.0
+    if factor != 1.0 and not parts.partly_rotated:
         yield refused("partial_rotary_factor", "1.0", factor)
+    elif not _positive(factor) or factor > 1:
+        yield refused("partial_rotary_factor", "a number above 0, at most 1", factor)
 
 
 def _unsupported_yarn(rope: Mapping[str, Any]) -> Iterator[str]:

@@ -1,17 +1,29 @@
 """The families of decoders, by their parts. Trainer, generator, checkpoints and weight sync read this table.
 
-All families have RMSNorm before attention and before a gated SiLU feed-forward, grouped-query attention with rotary
-embeddings over halves of a head, and no bias but those below. In a mixture of experts, the feed-forward of every layer
-is a router and experts. A new family of such parts is one entry here.
+All families have grouped-query attention with rotary embeddings, a gated feed-forward, RMSNorm around both, and no bias
+but those below. In a mixture of experts, the feed-forward of every layer is a router and experts. A new family of such
+parts is one entry here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from titan_rl.config.choices import Family
 
 Head = Literal["lm", "value"]  # log-probs of tokens, or one number per position (critic, reward model)
 RopeType = Literal["default", "llama3", "yarn"]
+NormPlace = Literal["attention_norm", "attention_out_norm", "ffn_norm", "ffn_out_norm"]
+"""Norm of the input, or of the output, of a block's attention or feed-forward."""
+BEFORE: Mapping[str, NormPlace] = MappingProxyType(
+    {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+)
+AFTER: Mapping[str, NormPlace] = MappingProxyType(
+    {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "ffn_out_norm"}
+)
+GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +32,22 @@ class FamilyParts:
 
     model_type: str  # in config.json
     architectures: dict[Head, str]  # in config.json
-    qkv_bias: bool = False  # query, key and value projections have biases
+    qkv_bias: bool | None = False  # query, key and value projections have biases; None: if attention_bias is true
     head_norms: bool = False  # RMSNorm over each query and key head
+    wide_norms: bool = False  # RMSNorm over all query heads at once, and over all key heads
+    norms: Mapping[str, NormPlace] = field(default_factory=lambda: BEFORE)  # in a block, by their names in the folder
+    norm_offset: float = 0.0  # a norm multiplies by this plus its weight
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"  # on the feed-forward's gate
+    activation_key: str = "hidden_act"  # in config.json
+    scaled_embedding: bool = False  # multiplied by the root of hidden_size
+    partly_rotated: bool = False  # partial_rotary_factor may leave elements of a head as they are
+    interleaved_rope: bool = False  # rotates neighbouring elements of a head, not its halves
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensors of a block that the folder has as one
+    by_layer: bool = False  # layer_types names the layers that have the sliding window
+    unrotated_layers: bool = False  # no_rope_layers marks layers without rotary embeddings
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
+    tied: bool = False  # if config.json has no tie_word_embeddings
     heads_fill_dim: bool = False  # vLLM takes no head_dim other than hidden_size / num_attention_heads
     derived_sizes: tuple[str, ...] = ()  # keys that config.json may omit: they follow from the other sizes
     rope_types: tuple[RopeType, ...] = ("default", "yarn")
@@ -67,14 +91,93 @@ FAMILIES: dict[Family, FamilyParts] = {
         default_window=4096,
         derived_sizes=("head_dim",),
     ),
+    "smollm3": FamilyParts(
+        model_type="smollm3",
+        architectures={"lm": "SmolLM3ForCausalLM", "value": "SmolLM3ForSequenceClassification"},
+        unrotated_layers=True,
+        heads_fill_dim=True,
+        tied=True,
+        derived_sizes=("head_dim",),
+        false_keys=("attention_bias", "mlp_bias", "use_sliding_window"),
+    ),
+    "olmo2": FamilyParts(
+        model_type="olmo2",
+        architectures={"lm": "Olmo2ForCausalLM", "value": "Olmo2ForSequenceClassification"},
+        wide_norms=True,
+        norms=AFTER,
+        heads_fill_dim=True,
+        derived_sizes=("num_key_value_heads", "head_dim"),
+        false_keys=("attention_bias",),
+    ),
+    "olmo3": FamilyParts(
+        model_type="olmo3",
+        architectures={"lm": "Olmo3ForCausalLM", "value": "Olmo3ForSequenceClassification"},
+        wide_norms=True,
+        norms=AFTER,
+        default_window=4096,
+        by_layer=True,
+        heads_fill_dim=True,
+        derived_sizes=("num_key_value_heads", "head_dim"),
+        false_keys=("attention_bias",),
+    ),
+    "phi3": FamilyParts(  # Phi-3, Phi-4
+        model_type="phi3",
+        architectures={"lm": "Phi3ForCausalLM", "value": "Phi3ForSequenceClassification"},
+        fused=QKV | GATE_UP,
+        partly_rotated=True,
+        heads_fill_dim=True,
+        derived_sizes=("num_key_value_heads", "head_dim"),
+        rope_types=("default",),
+    ),
+    "glm4": FamilyParts(  # GLM-4-0414
+        model_type="glm4",
+        architectures={"lm": "Glm4ForCausalLM", "value": "Glm4ForSequenceClassification"},
+        qkv_bias=None,
+        norms=MappingProxyType(
+            {
+                "input_layernorm": "attention_norm",
+                "post_self_attn_layernorm": "attention_out_norm",
+                "post_attention_layernorm": "ffn_norm",
+                "post_mlp_layernorm": "ffn_out_norm",
+            }
+        ),
+        fused=GATE_UP,
+        partly_rotated=True,
+        interleaved_rope=True,
+        rope_types=("default",),
+    ),
+    "gemma3": FamilyParts(  # text only
+        model_type="gemma3_text",
+        architectures={"lm": "Gemma3ForCausalLM", "value": "Gemma3TextForSequenceClassification"},
+        head_norms=True,
+        norms=MappingProxyType(
+            {
+                "input_layernorm": "attention_norm",
+                "post_attention_layernorm": "attention_out_norm",
+                "pre_feedforward_layernorm": "ffn_norm",
+                "post_feedforward_layernorm": "ffn_out_norm",
+            }
+        ),
+        norm_offset=1.0,
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        scaled_embedding=True,
+        default_window=4096,
+        by_layer=True,
+        tied=True,
+        rope_types=("default",),
+        false_keys=(
+            *("attention_bias", "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+    ),
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
 OTHER_KINDS = {  # why a model_type has no entry
     "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"),
-    "model with other norms, scales or activations": ("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "glm4"),
-    "model with fused or partly rotated projections": ("phi", "phi3", "glm", "chatglm", "gpt_neox", "stablelm"),
-    "model with vision": ("mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "pixtral"),
+    "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),
+    "model with fused or partly rotated projections": ("phi", "glm", "chatglm", "gpt_neox", "stablelm"),
+    "model with vision": ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "pixtral"),
     "model with a state-space or linear attention": ("mamba", "mamba2", "falcon_h1", "qwen3_next", "jamba", "bamba"),
 }
 

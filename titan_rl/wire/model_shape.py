@@ -9,7 +9,17 @@ from typing import Any
 
 from titan_rl.config.choices import Family
 from titan_rl.config.sections import Config, ParallelismSection
-from titan_rl.wire.hf_config import experts_of, rope_of, scaling_of, unsupported
+from titan_rl.wire.hf_config import (
+    FULL,
+    WINDOW,
+    experts_of,
+    layer_types_of,
+    rope_of,
+    rotated_layers_of,
+    scaling_of,
+    unsupported,
+    window_theta_of,
+)
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, Head
 from titan_rl.wire.weight_plan import Piece
 
@@ -31,6 +41,12 @@ class ModelShape:
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type", and its keys of config.json
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: to all before it
+    full_layers: tuple[int, ...] = ()  # layers without the window
+    window_theta: float = 0.0  # rotary base of the layers with the window; 0: rope_theta
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings
+    rotary_dim: int = 0  # first elements of a head that are rotated; 0: all
+    query_scalar: int = 0  # scores are divided by its root; 0: head_dim
+    attention_bias: bool = False  # query, key and value projections have biases, where the family does not tell
     norm_eps: float
     tied: bool
     head: Head = "lm"
@@ -47,8 +63,8 @@ class ModelShape:
         head = self.dim if self.head == "value" else 0 if self.tied else self.vocab_size * self.dim
         embeddings = self.vocab_size * self.dim + head
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
-        biases = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.parts.qkv_bias else 0
-        norms = 2 * self.dim + (2 * self.head_dim if self.parts.head_norms else 0)
+        biases = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
+        norms = len(self.parts.norms) * self.dim + sum(self.qk_norms.values())
         block = attention + norms + biases + self.dim * (3 * self.hidden_dim * (self.experts or 1) + self.experts)
         return embeddings + self.n_layers * block + self.dim
 
@@ -58,6 +74,21 @@ class ModelShape:
         queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         dense = [(2 * self.hidden_dim, self.dim), (self.dim, self.hidden_dim)] if not self.experts else []
         return [(queries + 2 * keys, self.dim), (self.dim, queries), *dense]
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias if self.parts.qkv_bias is None else self.parts.qkv_bias
+
+    @property
+    def qk_norms(self) -> dict[str, int]:
+        """Return the sizes of the norms of queries (q) and keys (k)."""
+        if self.parts.wide_norms:
+            return {"q": self.n_heads * self.head_dim, "k": self.n_kv_heads * self.head_dim}
+        return dict.fromkeys("qk", self.head_dim) if self.parts.head_norms else {}
+
+    def window(self, layer: int) -> int:
+        """Return the sliding window of a layer; 0: none."""
+        return 0 if layer in self.full_layers else self.sliding_window
 
     @property
     def hidden_per_token(self) -> int:
@@ -81,18 +112,17 @@ class ModelShape:
         return HF_VALUE_HEAD if self.head == "value" else "" if self.tied else HF_LM_HEAD
 
     def hf_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
-        """Return the names and sizes of the tensors in a Hugging Face folder, without the head's own if not `head`."""
+        """Return the names and sizes of the model's tensors, without the head's own if not `head`."""
         queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        biases = {"q": queries, "k": keys, "v": keys} if self.parts.qkv_bias else {}
+        biases = {"q": queries, "k": keys, "v": keys} if self.qkv_bias else {}
         block: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (self.dim,),
+            **{f"{norm}.weight": (self.dim,) for norm in self.parts.norms},
             "self_attn.q_proj.weight": (queries, self.dim),
             "self_attn.k_proj.weight": (keys, self.dim),
             "self_attn.v_proj.weight": (keys, self.dim),
             **{f"self_attn.{x}_proj.bias": (rows,) for x, rows in biases.items()},
             "self_attn.o_proj.weight": (self.dim, queries),
-            **({f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"} if self.parts.head_norms else {}),
-            "post_attention_layernorm.weight": (self.dim,),
+            **{f"self_attn.{x}_norm.weight": (rows,) for x, rows in self.qk_norms.items()},
             **self._feed_forward(),
         }
         heads = {HF_LM_HEAD: (self.vocab_size, self.dim), HF_VALUE_HEAD: (1, self.dim), "": ()}
@@ -103,6 +133,32 @@ class ModelShape:
             "model.norm.weight": (self.dim,),
             **({own: heads[own]} if own else {}),
         }
+
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Return the tensors that the folder has as one, from top to bottom, by its name there."""
+        return {
+            f"model.layers.{i}.{one}.weight": tuple(f"model.layers.{i}.{part}.weight" for part in parts)
+            for i in range(self.n_layers)
+            for one, parts in self.parts.fused.items()
+        }
+
+    def folder_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
+        """Return the names and sizes of the tensors in a Hugging Face folder."""
+        tensors = self.hf_tensors(head=head)
+        for one, parts in self.fused().items():
+            sizes = [tensors.pop(part) for part in parts]
+            tensors[one] = (sum(rows for rows, *_ in sizes), *sizes[0][1:])
+        return tensors
+
+    def folder_rows(self) -> dict[str, tuple[str, int]]:
+        """Return where a tensor is that the folder has as part of another: its name there, and the first row."""
+        tensors, places = self.hf_tensors(), {}
+        for one, parts in self.fused().items():
+            row0 = 0
+            for part in parts:
+                places[part] = one, row0
+                row0 += tensors[part][0]
+        return places
 
     def _feed_forward(self) -> dict[str, tuple[int, ...]]:
         into, out = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
@@ -125,12 +181,14 @@ class ModelShape:
             "num_key_value_heads": self.n_kv_heads,
             "head_dim": self.head_dim,
             **self._hf_experts(),
-            "hidden_act": "silu",
+            self.parts.activation_key: self.parts.activation,
             "max_position_embeddings": self.max_seq_len,
             "rms_norm_eps": self.norm_eps,
-            "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
+            **self._hf_rope(),
             **({"attention_bias": False} if "attention_bias" in self.parts.false_keys else {}),
+            **({"attention_bias": self.attention_bias} if self.parts.qkv_bias is None else {}),
             **({"sliding_window": self.sliding_window or None} if self.parts.default_window else {}),
+            **({"query_pre_attn_scalar": self.query_scalar or self.head_dim} if self.parts.scaled_embedding else {}),
             "attention_dropout": 0.0,
             "bos_token_id": bos,
             "eos_token_id": eos,
@@ -138,6 +196,19 @@ class ModelShape:
             "use_cache": True,
             **self.hf_head,
         }
+
+    def _hf_rope(self) -> dict[str, Any]:
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        if self.parts.partly_rotated:
+            rope["partial_rotary_factor"] = (self.rotary_dim or self.head_dim) / self.head_dim
+        layers = range(self.n_layers)
+        if self.parts.unrotated_layers:
+            return {"rope_parameters": rope, "no_rope_layers": [int(i not in self.unrotated_layers) for i in layers]}
+        if not self.parts.by_layer:
+            return {"rope_parameters": rope}
+        of_window = {"rope_type": "default", "rope_theta": self.window_theta or self.rope_theta}
+        types = [WINDOW if self.window(i) else FULL for i in layers]
+        return {"rope_parameters": {FULL: rope, WINDOW: of_window}, "layer_types": types}
 
     def _hf_experts(self) -> dict[str, Any]:
         if not self.experts:
@@ -163,21 +234,35 @@ class ModelShape:
         if rope["rope_type"] == "yarn":  # vLLM has no rotary table beyond
             longest = min(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
         window = config.get("sliding_window", parts.default_window)
+        types = layer_types_of(config) if parts.by_layer else []
+        rotated = rotated_layers_of(config) if parts.unrotated_layers else []
+        heads, dim = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or dim // heads
+        theta, scalar = float(rope["rope_theta"]), config.get("query_pre_attn_scalar") or head_dim
+        window_theta = window_theta_of(config) if WINDOW in types else theta
+        rotary_dim = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
-            dim=config["hidden_size"],
+            dim=dim,
             n_layers=config["num_hidden_layers"],
-            n_heads=config["num_attention_heads"],
-            n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            n_heads=heads,
+            n_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
             hidden_dim=config["moe_intermediate_size" if routed else "intermediate_size"],
             max_seq_len=longest,
-            rope_theta=float(rope["rope_theta"]),
+            rope_theta=theta,
             rope_scaling=scaling_of(rope),
             sliding_window=(window or 0) if parts.default_window else 0,
+            full_layers=tuple(i for i, kind in enumerate(types) if kind == FULL),
+            window_theta=window_theta if window_theta != theta else 0.0,
+            unrotated_layers=tuple(i for i, rotates in enumerate(rotated) if not rotates),
+            rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
+            query_scalar=scalar if parts.scaled_embedding and scalar != head_dim else 0,
+            attention_bias=bool(config.get("attention_bias", True)) if parts.qkv_bias is None else False,
             norm_eps=float(config["rms_norm_eps"]),
-            tied=head == "lm" and bool(config.get("tie_word_embeddings")),  # a value head has nothing to tie
+            tied=head == "lm"
+            and bool(config.get("tie_word_embeddings", parts.tied)),  # a value head has nothing to tie
             head=head,
             experts=experts_of(config) if routed else 0,
             experts_per_token=config["num_experts_per_tok"] if routed else 0,

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.family_folders import CASES, make_folder
 from support.whole_model import whole_model
-from titan_rl.actors.titan.rope import ScaledRoPE
-from titan_rl.actors.titan.spec import adapter, build_spec
+from titan_rl.actors.titan.model import joined
+from titan_rl.actors.titan.shard_reader import read_shards
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config, ModelSection, TrainingSection
 from titan_rl.preflight.shapes import shape_of
@@ -51,10 +52,9 @@ def test_the_trainers_log_probs_are_transformers(name: str, folders: Path) -> No
     model = whole_model(shape, Config(training=TrainingSection(seq_len=SEQ_LEN)))
     spec = build_spec(shape, seq_len=SEQ_LEN)
     tensors = load_file(folder / "model.safetensors")
-    assert {key: tuple(w.shape) for key, w in tensors.items()} == shape.hf_tensors()
-    loaded = model.model.load_state_dict(adapter(spec, None).from_hf(dict(tensors)), strict=False)
-    assert not loaded.unexpected_keys
-    assert set(loaded.missing_keys) <= {"tok_embeddings.weight"}
+    assert {key: tuple(w.shape) for key, w in tensors.items()} == shape.folder_tensors()
+    parameters = dict(model.model.named_parameters())
+    read_shards(folder, parameters, hf_names(spec, list(parameters)), shape.folder_rows())
     random = np.random.default_rng(0)
     prompt = random.integers(3, 128, 40).tolist()
     texts = [prompt + random.integers(3, 128, n).tolist() for n in (20, 30)]
@@ -70,6 +70,8 @@ def test_the_trainers_log_probs_are_transformers(name: str, folders: Path) -> No
         assert np.abs(ours[1:] - expected).mean() < 5e-6
         np.testing.assert_allclose(ours[1:], expected, atol=5e-5)
     written = adapter(spec, None).to_hf(model.model.state_dict())
+    for one, parts in shape.fused().items():
+        written[one] = joined([written.pop(part) for part in parts])
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[key], tensors[key]) for key in tensors)
 
@@ -77,15 +79,12 @@ def test_the_trainers_log_probs_are_transformers(name: str, folders: Path) -> No
 @cases
 def test_rotary_tables_are_transformers_to_the_last_bit(name: str, folders: Path) -> None:
     config = AutoConfig.from_pretrained(folder_of(name, folders))
-    tables = torch.arange(SEQ_LEN)[None]
     theirs: Any = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    cos, sin = theirs(torch.zeros(1), tables)
-    rope = rope_of(json.loads((folder_of(name, folders) / "config.json").read_text()))
     shape = shape_of(ModelSection(hf_assets_path=str(folder_of(name, folders))))
-    assert shape.rope_scaling == scaling_of(rope)
-    ours = ScaledRoPE(
-        ScaledRoPE.Config(
-            dim=shape.head_dim, max_seq_len=SEQ_LEN, theta=shape.rope_theta, rope_scaling=shape.rope_scaling
-        )
-    )
-    assert torch.equal(ours.cache, torch.cat([cos[0], sin[0]], dim=-1))
+    facts = json.loads((folder_of(name, folders) / "config.json").read_text())
+    assert shape.rope_scaling == scaling_of(rope_of(facts))
+    for layer in range(shape.n_layers):
+        kind = [facts["layer_types"][layer]] if shape.parts.by_layer else []
+        cos, sin = theirs(torch.zeros(1), torch.arange(SEQ_LEN)[None], *kind)
+        table = rope(shape, layer, SEQ_LEN).build().cache
+        assert torch.equal(table, torch.cat([cos[0], sin[0]], dim=-1))

@@ -54,6 +54,8 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
         for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
             if getattr(own, size) % tp:
                 yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
+        if own.parts.wide_norms and tp > 1:
+            yield f"{key}: expected 1 for {own.family}, whose norms go over all heads at once, found {tp}"
         yield from _check_experts(mesh, p, own)
         if seq_len % tp:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
@@ -62,6 +64,8 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
     for size in ("n_heads", "hidden_dim"):
         if getattr(shape, size) % tp:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
+    if shape.parts.wide_norms and tp > 1:
+        yield f"{key}: expected 1 for {shape.family}, whose norms go over all heads at once, found {tp}"
     if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
         yield f"{key}: expected a divisor or a multiple of the model's n_kv_heads = {shape.n_kv_heads}, found {tp}"
 
@@ -268,7 +272,7 @@ def check_weights(folder: Path, key: str, shape: ModelShape | None = None, *, he
 def _check_tensors(
     tensors: Mapping[str, Header], folder: Path, key: str, shape: ModelShape, head: bool
 ) -> Iterator[str]:
-    expected = shape.hf_tensors(head=head)
+    expected = shape.folder_tensors(head=head)
     if (own := shape.hf_head_weight) in expected and own not in tensors:
         why = "because tie_word_embeddings is false" if shape.head == "lm" else "the head of a reward model"
         yield f"{key}: expected {own} in the weights of {folder}, {why}, found none"
