@@ -11,9 +11,15 @@ write the keys from which the group is built. Engines ask for env:// by name, so
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.worker_address import listener, port_range
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 MEETING = "TITAN_RL_MEETING"  # the file's path
 HOST = "TITAN_RL_HOST"  # name or address by which other hosts reach this one; its worker sets it
@@ -34,17 +40,15 @@ def meet_in_file() -> None:
 def listen() -> str:
     """Listen at a free port of this host's address, one of its worker's --ports, for the ranks that `meet_at` it."""
     global _listener
-    _listener = listener(socket.gethostbyname(os.environ[HOST]), port_range(os.environ.get(PORTS, "")))
-    address, port = _listener.getsockname()
-    return f"{address}:{port}"
+    _listener = _listening()
+    return _address_of(_listener)
 
 
 def meet_at(address: str) -> None:
     """Make env:// use rank 0's port, and gloo and NCCL the interface by which this host is reached."""
     from torch._C._distributed_c10d import TCPStore
 
-    interface = interface_of(socket.gethostbyname(os.environ[HOST]))
-    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    use_interface()
     host, _, port = address.rpartition(":")
 
     def store(rank: int, size: int) -> Any:
@@ -54,6 +58,51 @@ def meet_at(address: str) -> None:
         return TCPStore(host, int(port), size, is_master=True, master_listen_fd=_listener.detach())
 
     _meet(store)
+
+
+def be_reachable() -> None:
+    """Before NCCL starts under a worker: let it use the interface of `use_interface` for later groups too, which may
+    span hosts. Where there is none, those groups name the reason when they are made."""
+    if os.environ.get(PLANNED) == "cuda" and os.environ.get(HOST):
+        with suppress(RuntimeError):
+            use_interface()
+
+
+def use_interface() -> None:
+    """Let gloo and NCCL use the interface by which this host is reached. NCCL reads the variable once."""
+    interface = interface_of(_own_address())
+    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def open_store() -> "tuple[Store, str]":
+    """Open a store for processes of other meshes, at a port as `listen` takes it. Return it and its address."""
+    from torch._C._distributed_c10d import TCPStore
+
+    opened = _listening()
+    address, (host, port) = _address_of(opened), opened.getsockname()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=opened.detach())
+    return store, address
+
+
+def store_at(address: str, seconds: float) -> "Store":
+    """Connect to a store that another process opened."""
+    from torch._C._distributed_c10d import TCPStore
+
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def _own_address() -> str:
+    return socket.gethostbyname(os.environ.get(HOST) or "127.0.0.1")  # no worker: all ranks are on this host
+
+
+def _listening() -> socket.socket:
+    return listener(_own_address(), port_range(os.environ.get(PORTS, "")))
+
+
+def _address_of(opened: socket.socket) -> str:
+    address, port = opened.getsockname()
+    return f"{address}:{port}"
 
 
 def interface_of(address: str) -> str:

@@ -20,6 +20,7 @@ from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import StepStats
+from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Recorded, span
 from titan_rl.wire.types import Batch, PhaseName, RoleName
@@ -51,6 +52,8 @@ class ModelRank(Actor):
         ranks meet, if they are on several hosts."""
         if met_at:
             meeting.meet_at(met_at)
+        else:
+            meeting.be_reachable()
         _, config, _, _ = self._given
         compiled = compiles(config, os.environ.get(PLANNED, "cpu"))
         with without_gc(), nullcontext() if compiled else compile_deferred():
@@ -136,19 +139,24 @@ class ModelRank(Actor):
             checksums=sync.verify != "off" or sync.delta,
         )
         with quiet_rdma():
-            return self._staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
+            remote = any(is_remote(place, sync.transport) for place in places)
+            return self._staging.offer(remote=remote, how=sync.transport)
 
     @verb
     async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False
+        self, version: int, slot: int, serial: int, again: bool = False, gathering: Gathering | None = None
     ) -> tuple[dict[int, Manifest], float] | None:
         """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. With `again`, the
-        last packed weights are packed once more; return None if they have changed since."""
+        last packed weights are packed once more; return None if they have changed since. Begin to broadcast them if
+        there is a gathering."""
         if again and self._packed != self._model.phase_step:
             return None
         began, self._packed = time.perf_counter(), self._model.phase_step
         with span("publish", version=version):
             manifests = self._staging.pack(version, slot, serial)
+        if gathering is not None:
+            seconds = self._model.config.comm.train_timeout_seconds
+            self._staging.broadcast(slot, serial, gathering, seconds / 2)
         if self._model.config.placement.kind == "colocated":
             self._model.release_memory()  # before engines on the same device wake and take these weights
         return manifests, time.perf_counter() - began

@@ -24,6 +24,7 @@ from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import StepStats
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Batch, PhaseName, RoleName
@@ -189,13 +190,21 @@ class ModelMesh:
         """Scatter the weight plan's parts and the readers' places; gather the offers for the readers."""
         return await self._scatter("stage", copies, places, sync)
 
-    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication | None:
-        """Pack every rank's shards into a slot. Return None if the last publication is wanted `again` but the trainers
-        have taken a step since."""
-        packed = await self._all("publish", version, slot, serial, again)
+    async def publish(
+        self, version: int, slot: int, serial: int, again: bool = False, roster: Roster | None = None
+    ) -> Publication | None:
+        """Pack every rank's shards into a slot, and let each begin its broadcasts. Return None if the last publication
+        is wanted `again` but the trainers have taken a step since."""
+        ranks = self._ranks.items()
+        calls = {
+            name: rank.publish.call(version, slot, serial, again, roster and roster.of_trainer(i))
+            for i, (name, rank) in enumerate(ranks)
+        }
+        packed = await self._answers("publish", calls, None)
         if None in packed:
             return None
-        return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
+        manifests = [manifests for manifests, _ in packed]
+        return Publication(version, slot, manifests, max(seconds for _, seconds in packed), roster)
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Return each rank's spans since the last call, by rank name. A rank answers between two verbs."""

@@ -22,8 +22,9 @@ from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.types import Completion, Request
-from titan_rl.wire.weight_source import Connection, Source
+from titan_rl.wire.weight_source import FORCES_LINKS, Connection, Source
 
 BEATS = 10  # answers of an idle engine within hang_seconds
 GRACE_SECONDS = 5  # a rank's deadline passes first, because its error names its source
@@ -105,9 +106,9 @@ class Replica:
         return await ask_all(calls, verb=verb, seconds=self.patience(seconds))
 
     async def locate(self, how: str, seconds: float) -> None:
-        """Find out where its ranks are, which are all on one host. Under "rdma", workers count as hosts."""
+        """Find out where its ranks are, which are all on one host. Where links are forced, workers count as hosts."""
         place = await self.head("place", seconds=seconds)
-        self.home, self.connections = f"{place} {self.host}" if how == "rdma" else place, []
+        self.home, self.connections = f"{place} {self.host}" if how in FORCES_LINKS else place, []
 
     async def connect(
         self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
@@ -123,10 +124,14 @@ class Replica:
         their reads. None: it reads nothing from other hosts."""
         return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
-    async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
-        """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""
+    async def fetch_weights(
+        self, manifests: Sequence[list[Manifest]] | None, seconds: float, roster: Roster | None = None
+    ) -> list[ReaderCost]:
+        """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch. With a
+        roster it comes by broadcast."""
         seconds = self.patience(seconds)
-        each = ((own, seconds) for own in manifests or [[]] * self.tp)
+        own = (roster and roster.of_reader(self.name, rank) for rank in range(self.tp))
+        each = zip(manifests or [[]] * self.tp, [seconds] * self.tp, own, strict=True)
         return await self.scatter("fetch_weights", each, seconds + GRACE_SECONDS)
 
     async def switch_weights(self, version: int, seconds: float) -> ReaderCost:

@@ -56,7 +56,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None
             if meshes.generators is not None:
-                weights = WeightSync(meshes.trainers, meshes.generators, clock)
+                weights = WeightSync(meshes.trainers, meshes.generators, clock, terminal.warn)
                 with terminal.phase("weights: plan, stage, connect"):
                     plan = await watch.drive(weights.connect(config, setup.shape))
                 terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")

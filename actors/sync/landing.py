@@ -18,6 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from titan_rl.actors import meeting
+from titan_rl.actors.sync.broadcast import MEET_SECONDS, Broadcasts
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.host_memory import HeldRun, HostMemory
 from titan_rl.actors.sync.remote_reads import Remote
@@ -32,6 +34,7 @@ from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
@@ -66,18 +69,26 @@ class Landing:
         if quantization != "none" and self._runs:
             copies, runs = [run.source.copies for run in self._runs], [run.by_slot for run in self._runs]
             self._groups = RowGroups(live, copies, runs, quantization)
+        stores = {run.source.trainer_rank: run.source.offer.meets for run in far if run.source.offer.meets}
+        self._broadcasts = Broadcasts(
+            lambda rank: meeting.store_at(stores[rank], MEET_SECONDS), next((run.gpu for run in far), None)
+        )
+        self._senders = tuple(stores)  # trainer ranks
+        self._fell_back = ""  # why the last publication came one-sided although it was broadcast
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
 
     @property
     def connection(self) -> Connection:
-        return Connection([run.transport.name for run in self._runs], self._memory and self._memory.copy)
+        names = [run.transport.name for run in self._runs]
+        return Connection(names, self._memory and self._memory.copy, self._senders)
 
     def leave(self) -> None:
         """Let no fetch in progress wait for the other readers of this host: another landing takes over."""
         if self._memory is not None:
             self._memory.leave()
+        self._broadcasts.abort()
 
     @property
     def _everything(self) -> list[list[int]]:
@@ -88,9 +99,12 @@ class Landing:
     def _received(self) -> int:
         return sum(run.transport.received for run in self._runs if isinstance(run.transport, Remote))
 
-    async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float) -> ReaderCost:
-        """Fetch every run. Fails within `timeout` seconds if a source is gone."""
-        began, before, self._announced = time.perf_counter(), self._received, None
+    async def fetch_weights(
+        self, manifests: Sequence[Manifest], timeout: float, gathering: Gathering | None = None
+    ) -> ReaderCost:
+        """Fetch every run. Fails within `timeout` seconds if a source is gone. A gathering comes by broadcast or, if
+        that fails, as everything else does."""
+        began, before, self._announced, self._fell_back = time.perf_counter(), self._received, None, ""
         await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
@@ -99,7 +113,7 @@ class Landing:
         self._wanted = self._changed(manifests)
         # A row is quantized whole: this host's memory must have all of it, of which only changed slices are fetched.
         needed = self._everything if self._groups is not None else self._wanted
-        await self._fetch(manifests, needed, timeout)
+        await self._fetch(manifests, needed, timeout, gathering=gathering)
         verify = await self._verify_transfer(manifests, needed, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
         return ReaderCost(
@@ -109,6 +123,7 @@ class Landing:
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
             remote=self._received - before,
+            fell_back=self._fell_back,
         )
 
     async def write_weights(self, timeout: float) -> ReaderCost:
@@ -156,24 +171,51 @@ class Landing:
         return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
 
     async def _fetch(
-        self, manifests: Sequence[Manifest], wanted: Sequence[list[int]], timeout: float, *, again: bool = False
+        self,
+        manifests: Sequence[Manifest],
+        wanted: Sequence[list[int]],
+        timeout: float,
+        *,
+        again: bool = False,
+        gathering: Gathering | None = None,
     ) -> None:
         """Fetch blocks that are not mapped and that no other reader of this host has fetched; with `again`, also those
-        that one has."""
-        far = [
-            (run.transport, manifest, indices)
+        that one has. One-sided reads fetch what a broadcast did not bring."""
+        far = {
+            run.source.trainer_rank: (run.transport, manifest, indices)
             for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
-            if isinstance(run.transport, Remote) and indices
-        ]
-        if far and self._memory is not None:
+            if isinstance(run.transport, Remote)
+        }
+        if self._memory is not None and (gathering is not None or any(indices for _, _, indices in far.values())):
             async with self._memory.writing(self._reader, timeout) as remaining:
+                ends = time.monotonic() + remaining
+                if gathering is not None:
+                    await asyncio.to_thread(self._receive, far, gathering, remaining / 2)
+                left = max(ends - time.monotonic(), 0.0)
                 await asyncio.gather(
                     *(
-                        remote.fetch_blocks(manifest, indices, remaining, again=again)
-                        for remote, manifest, indices in far
+                        remote.fetch_blocks(manifest, indices, left, again=again)
+                        for remote, manifest, indices in far.values()
+                        if indices
                     )
                 )
         self._check_stamps(manifests, wanted)
+
+    def _receive(
+        self, far: Mapping[int, tuple[Remote, Manifest, list[int]]], gathering: Gathering, seconds: float
+    ) -> None:
+        """Receive the broadcasts of a gathering, from the trainer ranks of `far`."""
+        try:
+            missing = {rank: remote.missing(manifest, indices) for rank, (remote, manifest, indices) in far.items()}
+            (serial,) = {manifest.serial for _, manifest, _ in far.values()}
+            chosen = self._broadcasts.agree(gathering, serial, missing, min(seconds, MEET_SECONDS))
+            runs = [(*far[rank][:2], rank) for rank in chosen]
+            targets = {rank: remote.expect(manifest, chosen[rank]) for remote, manifest, rank in runs}
+            self._broadcasts.move(gathering, targets, seconds)
+            for remote, manifest, rank in runs:
+                remote.arrived(manifest, chosen[rank])
+        except Exception as error:
+            self._fell_back = f"{self._reader}: {error}"
 
     @torch.no_grad()
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
@@ -288,7 +330,8 @@ class _Run:
         else:
             assert offer.registered is not None
             spans = [self._span(i) for i in range(len(self.blocks))]
-            self.transport = Remote(offer.registered, host_run, spans, delta=sync.delta)
+            way = f"broadcast ({'gloo' if self.gpu is None else 'NCCL'})" if offer.meets else ""
+            self.transport = Remote(offer.registered, host_run, spans, delta=sync.delta, way=way)
         self.by_slot = runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
         # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
         self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot

@@ -1,4 +1,4 @@
-"""One run over a link: RDMABuffer reads into the memory that the readers of a host share, of slices that it lacks."""
+"""One run over a link: slices that the memory of this host's readers lacks, by RDMABuffer reads or by a broadcast."""
 
 import math
 from array import array
@@ -21,11 +21,18 @@ class Remote:
     """Reads of a run's slices, all in flight together."""
 
     def __init__(
-        self, registered: Registered, host_run: HeldRun, blocks: Sequence[tuple[int, int]], *, delta: bool
+        self,
+        registered: Registered,
+        host_run: HeldRun,
+        blocks: Sequence[tuple[int, int]],
+        *,
+        delta: bool,
+        way: str = "",
     ) -> None:
         """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums count as equal
-        bytes, so that unchanged slices of an earlier publication are not fetched again."""
-        self.name = one_sided(registered.stamps.backend)
+        bytes, so that unchanged slices of an earlier publication are not fetched again. `way` names it if broadcasts
+        come first."""
+        self.name = way or one_sided(registered.stamps.backend)
         self.received = 0  # bytes that this reader has fetched
         self._held, self._delta = host_run, delta
         sizes = [part.size() for part in registered.slices[0]]
@@ -64,14 +71,11 @@ class Remote:
         """Fetch the slices of the `wanted` blocks that the memory lacks; with `again`, all of them. The caller holds
         the memory's lock."""
         run, keys, self._found = self._held, self._keys(manifest), None
-        wanted_slices = sorted({part for block in wanted for part in range(*self._touched[block])})
         if again:
-            run.keys[wanted_slices] = EMPTY
-        missing = [part for part in wanted_slices if run.keys[part] != keys[part]]
+            run.keys[self._slices_of(wanted)] = EMPTY
+        missing = self._missing(wanted, keys)
         if missing:
-            if run.stamp[0] != manifest.serial:
-                run.stamp[0] = EMPTY
-            run.keys[missing] = EMPTY
+            self._empty(manifest, missing)
             parts = self._parts[manifest.slot]
             whole = len(missing) == len(parts)
             reads = self._whole[manifest.slot] if whole else _reads([parts[part] for part in missing])
@@ -84,10 +88,42 @@ class Remote:
             run.keys[missing] = keys[missing]
         run.stamp[0] = manifest.serial
 
+    def missing(self, manifest: Manifest, wanted: Sequence[int]) -> list[bool]:
+        """Return, by slice, whether the memory lacks it and one of the `wanted` blocks needs it."""
+        missing = set(self._missing(wanted, self._keys(manifest)))
+        return [part in missing for part in range(len(self._touching))]
+
+    def expect(self, manifest: Manifest, parts: Sequence[int]) -> list[Tensor]:
+        """Return where a broadcast puts these slices and the slot's stamp, which follows them. The caller holds the
+        memory's lock, and ends with `arrived` if all of them have come."""
+        self._empty(manifest, parts)
+        targets = self._parts[manifest.slot]
+        stamp = self._stamps[manifest.slot : manifest.slot + 1].view(torch.uint8)
+        return [*(targets[part][1] for part in parts), stamp]
+
+    def arrived(self, manifest: Manifest, parts: Sequence[int]) -> None:
+        """Mark slices as a publication's, if the stamp that followed them was its serial."""
+        targets = self._parts[manifest.slot]
+        self.received += sum(len(targets[part][1]) for part in parts)
+        if int(self._stamps[manifest.slot]) == manifest.serial:
+            self._held.keys[parts] = self._keys(manifest)[parts]
+
     def stamp(self, slot: int) -> int:
         """Return the publication that the run holds now. If the trainer's slot had another one when this reader read
         it, return that."""
         return int(self._held.stamp[0]) if self._found is None else self._found
+
+    def _slices_of(self, blocks: Sequence[int]) -> list[int]:
+        return sorted({part for block in blocks for part in range(*self._touched[block])})
+
+    def _missing(self, wanted: Sequence[int], keys: Words) -> list[int]:
+        return [part for part in self._slices_of(wanted) if self._held.keys[part] != keys[part]]
+
+    def _empty(self, manifest: Manifest, parts: Sequence[int]) -> None:
+        """Mark slices as no publication's: they are about to change."""
+        if self._held.stamp[0] != manifest.serial:
+            self._held.stamp[0] = EMPTY
+        self._held.keys[parts] = EMPTY
 
     def _keys(self, manifest: Manifest) -> Words:
         """Return the keys of slices that hold this publication.  # [slices]"""

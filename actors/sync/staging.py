@@ -8,15 +8,19 @@ sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from titan_rl.actors import meeting
+from titan_rl.actors.sync.broadcast import Sender
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.held_shards import local_tensors
-from titan_rl.actors.sync.transport import PACKING, Memory, octets
+from titan_rl.actors.sync.transport import PACKING, How, Memory, broadcasts, octets
 from titan_rl.kernels.pack_weights import pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
+from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
@@ -73,6 +77,8 @@ class Staging:
             for runs in (self.runs if self._gpu is not None and checksums else [])
         ]
         self._registered: dict[int, Registered] = {}
+        self._sender: Sender | None = None
+        self._meets = ""  # address of the sender's store
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
@@ -106,9 +112,9 @@ class Staging:
             return {reader: [] for reader in self._blocks}
         return {reader: hashed(range(len(self._blocks[reader]))) for reader, hashed in self._hashes[slot].items()}
 
-    def offer(self, *, remote: bool) -> dict[int, Offer]:
+    def offer(self, *, remote: bool, how: How = "auto") -> dict[int, Offer]:
         """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is
-        `remote`."""
+        `remote`; and a store is opened if publications go to those by broadcast."""
         if remote and not self._registered:
             from monarch.rdma import RDMABuffer  # needed by remote readers only
 
@@ -119,10 +125,21 @@ class Staging:
                 )
                 for reader in self._blocks
             }
-        return {
+            if broadcasts(how, self._gpu, stamps.backend):
+                store, self._meets = meeting.open_store()
+                self._sender = Sender(store, self._gpu)
+        offers = {
             reader: self._memory.offer(i, run.nbytes, self._layouts[reader], self._registered.get(reader), self._kind)
             for i, (reader, run) in enumerate(self.runs[0].items())
         }
+        return {reader: replace(offer, meets=self._meets) for reader, offer in offers.items()}
+
+    def broadcast(self, slot: int, serial: int, gathering: Gathering, seconds: float) -> None:
+        """Begin to send a slot's publication to the readers of the gathering, in a thread."""
+        assert self._sender is not None
+        slices = {reader: list(self._slices(run)) for reader, run in self.runs[slot].items()}
+        stamp = self._memory.stamps[slot : slot + 1].view(torch.uint8)
+        self._sender.begin(gathering, serial, slices, stamp, seconds)
 
     async def drop(self) -> None:
         """Make the memory unreachable. Processes that have mapped it keep it; a remote read in progress fails within

@@ -1,7 +1,8 @@
 """How the bytes that a trainer rank packed reach a reader, chosen for each pair of them.
 
     same host                Shared: the reader maps the trainer's memory, and writes from there into its parameters
-    anywhere else            Remote: one-sided RDMABuffer reads into memory of the reader's host (remote_reads.py)
+    anywhere else            Remote: into memory of the reader's host, by one-sided RDMABuffer reads (remote_reads.py)
+    GPUs without ibverbs     the same, by broadcasts over NCCL (broadcast.py); if one fails, by one-sided reads
 
 A trainer rank's memory holds two slots, so that a version can be packed while its predecessor is read:
 
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from titan_rl.wire.cores import here
 from titan_rl.wire.manifest import Block
-from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
+from titan_rl.wire.weight_source import FORCES_LINKS, SLOTS, HashKind, Offer, Registered
 
-How = Literal["auto", "shm", "rdma"]
+How = Literal["auto", "shm", "rdma", "broadcast"]
 
 PACKING = 0  # serial numbers count from 1
 PAGE = 4096  # runs are aligned to it; the stamps fill one
@@ -98,7 +99,13 @@ def is_remote(place: str, how: How) -> bool:
     """Return True if processes here and at `place` must copy each other's memory instead of mapping it."""
     if how == "shm" and place != here():
         raise ValueError('weight_sync.transport: expected "auto" or "rdma" for meshes on different hosts, found "shm"')
-    return how == "rdma" or place != here()
+    return how in FORCES_LINKS or place != here()
+
+
+def broadcasts(how: How, gpu: torch.device | None, backend: str) -> bool:
+    """Return True if publications go to other hosts by broadcast, and one-sided reads, which go through this backend of
+    Monarch's, fetch only what a broadcast did not bring."""
+    return how == "broadcast" or (how == "auto" and gpu is not None and backend == "tcp")
 
 
 class MappedFile(mmap.mmap):

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from titan_rl.actors import meeting
 from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings, gpu_memory
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
@@ -31,6 +32,7 @@ from titan_rl.wire.cores import here
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost
+from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.spans import Recorded, Stretch, span
 from titan_rl.wire.types import Request
 from titan_rl.wire.weight_source import Connection, HostCopy, Source
@@ -74,6 +76,7 @@ class Generator(Actor):
         """Build the engine. It does not sample before its first switch."""
         with _fatal():
             await failpoints.reached("start")
+            meeting.be_reachable()
             self._engine = Engine(self._settings)
             if self._settings.tensor_parallel_degree > 1:
                 from torch import distributed as dist
@@ -129,10 +132,12 @@ class Generator(Actor):
         return self._landing.connection
 
     @concurrent_endpoint
-    async def fetch_weights(self, manifests: list[Manifest], timeout: float) -> ReaderCost:
+    async def fetch_weights(
+        self, manifests: list[Manifest], timeout: float, gathering: Gathering | None = None
+    ) -> ReaderCost:
         """Fetch this rank's weights while sampling continues."""
         with span("read", lane="weights"):
-            return await self._landing.fetch_weights(manifests, timeout)
+            return await self._landing.fetch_weights(manifests, timeout, gathering)
 
     @concurrent_endpoint
     async def switch(self, version: int, timeout: float) -> ReaderCost:

@@ -58,7 +58,9 @@ class PackingTrainers(Ranks):
         remote = any(is_remote(place, sync.transport) for place in places)
         return await self.each("stage", sync, remote, own=copies)
 
-    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
+    async def publish(
+        self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
+    ) -> Publication:
         packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [runs for runs, _, _ in packed], max(wall for _, wall, _ in packed))
 

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,17 @@ from bench.sync_plan import random_params
 from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.sync.transport import How
 from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import pack, window
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
 from titan_rl.wire.weight_source import HostCopy, Offer, Source
 
+READERS = "readers"  # their host's name in a roster
 PLAIN = 64 << 20  # elements: a plain copy of more repeats over these, to save memory
 
 
@@ -109,13 +111,17 @@ class TrainerRank(Rank):
             checksums=sync.verify != "off" or sync.delta,
         )
         with quiet_rdma():
-            return self.staging.offer(remote=remote)
+            return self.staging.offer(remote=remote, how=sync.transport)
 
     @endpoint
-    async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float, float]:
-        """Pack one slot. Return its manifests, and the wall and CPU seconds."""
+    async def publish(
+        self, version: int, slot: int, serial: int, roster: Roster | None = None
+    ) -> tuple[dict[int, Manifest], float, float]:
+        """Pack one slot and begin to broadcast it. Return its manifests, and the wall and CPU seconds."""
         began, began_cpu = time.perf_counter(), time.thread_time()
         manifests = self.staging.pack(version, slot, serial)
+        if roster is not None:
+            self.staging.broadcast(slot, serial, roster.of_trainer(self.rank), TIMEOUT)
         return manifests, time.perf_counter() - began, time.thread_time() - began_cpu
 
     # lower bound of shared memory: a mapped file without protocol and checksums
@@ -203,7 +209,7 @@ class Reader(Rank):
         return plain_pass(sum(p.numel() for p in self.params.values()), torch.bfloat16)
 
     @endpoint
-    async def connect(self, offered: dict[int, Offer], transport: Literal["shm", "rdma"], verify: str) -> None:
+    async def connect(self, offered: dict[int, Offer], transport: How, verify: str) -> None:
         sync = replace(WeightSyncSection(), transport=transport, verify=verify)
         sources = [
             Source(t, offer, tuple(self.copies[t]), "bfloat16", sync.block_kb << 10) for t, offer in offered.items()
@@ -211,10 +217,13 @@ class Reader(Rank):
         self.landings[f"{transport} {verify}"] = Landing(self.params, sources, sync)
 
     @endpoint
-    async def pull(self, manifests: dict[int, Manifest], way: str) -> dict[str, float]:
+    async def pull(self, manifests: dict[int, Manifest], way: str, roster: Roster | None) -> dict[str, float]:
         """Return wall seconds of the read and CPU seconds of the write, which verifies too if `way` verifies "live"."""
         began = time.perf_counter()
-        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)
+        gathering = roster and roster.of_reader(READERS, self.rank)
+        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT, gathering)
+        if read.fell_back:
+            raise RuntimeError(f"expected a broadcast, found one-sided reads: {read.fell_back}")
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
         await self.landings[way].write_weights(TIMEOUT)
         return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify the bytes, s": read.verify}

@@ -14,9 +14,10 @@ from bench.ranks import Ranks
 from bench.rows import Row, in_turn
 from bench.sharded import shards
 from bench.sync_plan import shape_of_size
-from bench.sync_ranks import Reader, TrainerRank
+from bench.sync_ranks import READERS, Reader, TrainerRank
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_plan import WeightPlan, plan
 
 LARGEST = 1000  # megabytes: larger models leave out the way that makes several copies of the whole model
@@ -24,6 +25,12 @@ BARE_SHM, BARE_RDMA = "bare shared memory", "bare RDMABuffer reads"
 GLOO, TENSORS, MESSAGE = "gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message"
 PLAIN, COPY, CAST = "plain passes", "copy of equal size, CPU s", "cast of the packed bytes, CPU s"
 Move = Callable[[], Awaitable[dict[str, float] | None]]  # moves the weights once; returns seconds of its parts
+
+
+def ways_of(verify: Sequence[str]) -> list[tuple[str, str]]:
+    """Return which transports are timed with which checks. Broadcasts are one way only: others would need other
+    groups, to be made anew in each turn."""
+    return [(how, v) for v in verify for how in ("shm", "rdma", "broadcast") if how != "broadcast" or v == "off"]
 
 
 @dataclass
@@ -44,20 +51,21 @@ class MeshPair:
 
     async def prepare_titan_rl(self, verify: Sequence[str], bare: bool) -> None:
         outgoing = [self.made.outgoing(t) for t in range(self.made.ranks)]
-        sync = replace(WeightSyncSection(), verify=verify[0])
+        sync = replace(WeightSyncSection(), transport="broadcast", verify=verify[0])
         offered = self.to_readers(await self.trainers.each("stage", sync, True, own=outgoing))
-        for transport in ("shm", "rdma"):
-            for how in verify:
-                await self.readers.each("connect", transport, how, own=offered)
+        for transport, how in ways_of(verify):
+            await self.readers.each("connect", transport, how, own=offered)
         if bare:
             await self.readers.each("prepare_bare", own=offered)
 
     async def titan_rl(self, way: str) -> dict[str, float]:
         """Publish into slot 0, which has no readers now: the other slot would cost memory here, but no time."""
         self.serial += 1
-        published = await self.trainers.each("publish", self.serial, 0, self.serial)
+        receivers = {pair: (READERS,) for pair, run in self.made.copies.items() if run}
+        roster = Roster(1, receivers) if way.startswith("broadcast") else None
+        published = await self.trainers.each("publish", self.serial, 0, self.serial, roster)
         manifests = self.to_readers([runs for runs, _, _ in published])
-        pulled = await self.readers.each("pull", way, own=manifests)
+        pulled = await self.readers.each("pull", way, roster, own=manifests)
         parts = {"publish, CPU s": max(cpu for _, _, cpu in published)}
         return parts | {part: max(parts[part] for parts in pulled) for part in pulled[0]}
 
@@ -119,8 +127,7 @@ def groups(meshes: MeshPair, megabytes: int) -> list[tuple[Callable[[], Awaitabl
     """Ways that are prepared together and timed in turn. All ways at once would need ten times the model's memory."""
 
     def titan_rl(*verify: str) -> dict[str, Move]:
-        ways = [(how, v) for v in verify for how in ("shm", "rdma")]
-        return {f"titan_rl, {how}, verify {v}": partial(meshes.titan_rl, f"{how} {v}") for how, v in ways}
+        return {f"titan_rl, {how}, verify {v}": partial(meshes.titan_rl, f"{how} {v}") for how, v in ways_of(verify)}
 
     nothing = {GLOO: meshes.gloo} | ({MESSAGE: meshes.message} if megabytes <= LARGEST else {})
     return [

@@ -119,7 +119,9 @@ class OneTrainer:
         )
         return [self.staging.offer(remote=False)]
 
-    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
+    async def publish(
+        self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
+    ) -> Publication:
         for name, held in self._held.items():
             held.copy_(self._given[name] * self.scale)
         return Publication(version, slot, [self.staging.pack(version, slot, serial)], 0.0)

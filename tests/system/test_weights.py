@@ -62,7 +62,7 @@ def run_config(
         c.Config(
             job=c.JobSection(dump_folder=str(folder)),
             model=model,
-            training=c.TrainingSection(steps=4, seq_len=64, local_batch_size=2),
+            training=c.TrainingSection(steps=5, seq_len=64, local_batch_size=2),
             optimizer=c.OptimizerSection(lr=1e-2),
             parallelism=parallelism,
             generator=c.GeneratorSection(
@@ -164,7 +164,9 @@ WAYS = (
     c.WeightSyncSection(transport="shm", verify="transfer", block_kb=4, delta=True),
     c.WeightSyncSection(transport="rdma", verify="transfer", block_kb=4),
     c.WeightSyncSection(transport="rdma", verify="live", block_kb=4, delta=True),
+    c.WeightSyncSection(transport="broadcast", verify="transfer", block_kb=4, delta=True),
 )
+NAMES = {"shm": "shared memory", "rdma": "RDMABuffer (TCP fallback)", "broadcast": "broadcast (gloo)"}
 
 
 async def by_other_ways(
@@ -176,8 +178,9 @@ async def by_other_ways(
         await trainers.step([pack(samples, shards=trainers.dp, seq_len=64, rows_per_microbatch=2, pad_id=0)])
         weights = WeightSync(trainers, live, Clock())
         await weights.connect(replace(config, weight_sync=way), shape)
-        assert weights.transports == {"shm": "shared memory", "rdma": "RDMABuffer (TCP fallback)"}[way.transport]
+        assert weights.transports == NAMES[way.transport]
         stats = await weights.sync(version)
+        assert not stats.fell_back
         before, held = held, await live.fingerprint()
         assert different(before, held) == set(before[0])
         if way.delta:

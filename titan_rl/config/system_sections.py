@@ -183,9 +183,10 @@ class SandboxSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncSection:
-    transport: Literal["auto", "shm", "rdma"] = "auto"
-    """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": "shm" when all processes
-    share a host."""
+    transport: Literal["auto", "shm", "rdma", "broadcast"] = "auto"
+    """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads, over TCP where there is no RDMA;
+    "broadcast": by NCCL, or gloo on CPUs, to one replica of each host; "auto": "shm" within a host, else "rdma", or
+    "broadcast" between GPUs without RDMA."""
     block_kb: int = bounds(1024, ge=1, le=65536)
     """Size of a block, the unit of checksums. They are computed right after packing, so a block should fit in a core's
     cache."""

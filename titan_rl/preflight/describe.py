@@ -20,9 +20,14 @@ from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
+from titan_rl.wire.weight_source import FORCES_LINKS
 
 BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4
 """Of record.batches: id, mask, and the columns of most algorithms: behaviour, advantage, reference, proximal."""
+
+TCP_GBPS = 7.0
+"""Rate of Monarch's TCP fallback between processes of one machine with two cores (docs/benchmarks/weight_sync.csv, bare
+RDMABuffer reads): an estimate for others."""
 
 
 def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> RunPlan:
@@ -285,19 +290,38 @@ def algorithm(config: Config) -> str:
     )
 
 
+def between_hosts(setup: Setup, version: int) -> str:
+    """Describe how the bytes of a version reach other hosts: by RDMA, else between GPUs by NCCL, else over TCP. The
+    ranks ask Monarch for ibverbs; this host's devices stand for all of them here."""
+    how, cuda = setup.config.weight_sync.transport, setup.device == "cuda"
+    broadcast, rdma = (
+        f"broadcast by {'NCCL' if cuda else 'gloo'} to a replica of each host",
+        "RDMABuffer, one-sided reads",
+    )
+    if how == "broadcast":
+        return broadcast
+    if cuda and not setup.gpus.here:
+        return rdma if how == "rdma" else f"{rdma} (without RDMA devices {broadcast})"
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        return f"{rdma} (ibverbs)"
+    if cuda and how == "auto":
+        return f"{broadcast}: no RDMA device here"
+    rate = min(TCP_GBPS, setup.config.hosts.link_gbps or TCP_GBPS)
+    seconds = 8 * version / (rate * 1e9)
+    return f"{rdma} (TCP fallback: no RDMA device here; about {seconds:.1f} s per sync and host, an estimate)"
+
+
 def transport(setup: Setup) -> str:
-    """Describe the weight transport. Name the TCP fallback, because it is much slower than RDMA."""
+    """Describe the weight transport. Name the price of Monarch's TCP fallback, which is much slower than RDMA."""
     sync = setup.config.weight_sync
-    verbs = os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")
-    here = "ibverbs" if verbs else "TCP fallback: no RDMA device here"
-    rdma = "RDMABuffer, one-sided reads" + (f" ({here})" if setup.device == "cpu" or setup.gpus.here else "")
-    nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
-    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.at_addresses else "")
+    nbytes = size(version := setup.shape.parameters * BYTES[setup.config.generator.dtype])
+    link = between_hosts(setup, version)
+    within = "shared memory" + (f" within a host, else {link}" if setup.config.hosts.at_addresses else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     quantization = setup.config.generator.quantization
     lands = "" if quantization == "none" else f", quantized to {quantization} on landing"
     return (
-        f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"
+        f"{link if sync.transport in FORCES_LINKS else within}, {nbytes} per version and replica"
         f"{', changed blocks only' if sync.delta else ''}{lands}, {checked[sync.verify]}; "
         f"requests in flight: {sync.in_flight}"
     )

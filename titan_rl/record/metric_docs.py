@@ -87,6 +87,7 @@ DOCS: dict[str, str] = {
     "curriculum/solved": "Training prompts that dropped out, because their last curriculum.solved_visits were solved.",
     "curriculum/waiting": "Training prompts that wait after a hopeless visit (curriculum.hopeless_wait).",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
+    "sync/fell_back": "Generator ranks that a broadcast of the weights did not reach, so that they read one-sided.",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written with weight_sync.delta.",
     "kept/mean": "Mean number of tokens that truncated sampling chose from, where it dropped any.",
     "kept/whole": "Share of sampled tokens for which truncated sampling dropped nothing.",

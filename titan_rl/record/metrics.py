@@ -72,6 +72,8 @@ def step_metrics(
         "engine/training_seconds": stats.seconds,
         **_sync_metrics(sync),
     }
+    if sync.fell_back:
+        metrics["sync/fell_back"] = len(sync.fell_back)
     if sync.changed is not None:
         metrics["sync/blocks_changed"] = sync.changed
     penalties = [rollout.penalty for group in groups for rollout in group.rollouts]

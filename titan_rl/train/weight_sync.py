@@ -29,6 +29,7 @@ from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import SyncStats
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.weight_plan import WeightPlan, plan
 from titan_rl.wire.weight_source import Source
@@ -108,13 +109,18 @@ class Slots:
 class WeightSync:
     """Plans and connects (`connect`), then makes the generators serve the trainers' weights (`sync`)."""
 
-    def __init__(self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock) -> None:
+    def __init__(
+        self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.transports = ""  # for the terminal
+        self._warn = warn
         self._trainers = trainers
         self._generators = generators
         self._clock = clock
         self._slots = Slots()
         self._serial = 0  # counts the publications begun
+        self._roster: Roster | None = None  # receivers of broadcasts; None: there are none, or one failed
+        self._epoch = 0  # the last roster's
         self._newest: Publication | None = None
         self._sources: list[list[Source]] | None = None  # by tensor-parallel rank; None: no trainers to read from
         self._lost = asyncio.Event()  # set while there are none
@@ -145,6 +151,7 @@ class WeightSync:
         self._seconds = config.comm.train_timeout_seconds
         async with self._pulling:
             transports = Counter(await self._generators.connect(sources, sync))
+            self._roster = None
             self._sources = sources
             self._lost.clear()
         names = transports if len(transports) == 1 else (f"{name} x {n}" for name, n in transports.items())
@@ -219,9 +226,19 @@ class WeightSync:
             slot = 1 - self._newest.slot if self._newest else 0
             await self._slots.free(slot, self._seconds)
             self._serial += 1
-            published = await self._trainers.publish(version, slot, self._serial, again)
+            roster = None if again else self._renewed()
+            published = await self._trainers.publish(version, slot, self._serial, again, roster)
             self._newest = published or self._newest
             return published
+
+    def _renewed(self) -> Roster | None:
+        """Return whom the next broadcast reaches: as before, or another roster if a replica joined or a broadcast
+        failed."""
+        receivers = self._generators.receivers()
+        if receivers and (self._roster is None or self._roster.replicas != receivers):
+            self._epoch += 1
+            self._roster = Roster(self._epoch, receivers)
+        return self._roster if receivers else None
 
     async def pull(self, publication: Publication) -> SyncStats:
         """Make every generator serve a publication; one publication after the other. For a replica that refuses it, it
@@ -235,8 +252,17 @@ class WeightSync:
     async def _pull(self, publication: Publication, *, forgives: bool = False) -> SyncStats:
         lease = partial(self._slots.reading, publication)
         with span("pull", lane="pull", version=publication.version):
-            manifests = self._manifests(publication)
-            return await self._generators.pull(publication.version, manifests, lease, forgives=forgives)
+            manifests, roster = self._manifests(publication), publication.roster
+            cost = await self._generators.pull(publication.version, manifests, lease, forgives=forgives, roster=roster)
+            if cost.fell_back or (roster and not roster.names <= set(cost.engines)):
+                self._roster = None  # the next publication makes its groups anew
+            for reason in cost.fell_back[:1]:
+                readers = f"{len(cost.fell_back)} generator rank(s)"
+                self._warn(
+                    f"weights of step {publication.version}: {readers} read them one-sided, as their broadcast failed; "
+                    f"{reason}"
+                )
+            return cost
 
     async def sync(self, version: int) -> SyncStats:
         await self.begin_sync(version)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import HashKind
 
@@ -79,6 +80,7 @@ class Publication:
     slot: int
     manifests: list[dict[int, Manifest]]  # by trainer rank, then by reader
     seconds: float  # to pack, on the slowest rank
+    roster: Roster | None = None  # whom the trainers broadcast it to
 
     def of(self, reader: int) -> list[Manifest]:
         """Return the manifests of the runs that a reader reads, in the order of the trainer ranks."""

@@ -69,7 +69,8 @@ class ReaderCost:
     bytes: int = 0  # fetched
     changed: int = 0  # blocks fetched
     blocks: int = 0  # blocks of the publication
-    remote: int = 0  # bytes that this rank, or this engine's ranks, brought to their host by remote reads
+    remote: int = 0  # bytes that this rank, or this engine's ranks, brought to their host from others
+    fell_back: str = ""  # why a broadcast did not bring it all; empty: it did, or there was none
     engine: EngineStats = field(default_factory=EngineStats)  # counts since the previous switch
 
 
@@ -88,5 +89,6 @@ class SyncStats:
     changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
     engines: Mapping[str, EngineStats] = field(default_factory=dict)  # each replica's counts since the previous sync
-    into_host: int = 0  # most bytes that remote reads brought to one host
+    into_host: int = 0  # most bytes that came to one host from others
+    fell_back: tuple[str, ...] = ()  # readers that a broadcast did not reach, each with the reason
     refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

@@ -22,6 +22,10 @@ HashKind = Literal["xxh3", "splitmix"]
 (kernels/block_hash.py)."""
 
 
+FORCES_LINKS = ("rdma", "broadcast")
+"""Values of weight_sync.transport by which processes of one machine exchange weights as if they were on several."""
+
+
 def one_sided(backend: str) -> str:
     """Return the name of one-sided reads through this backend of Monarch's."""
     return f"RDMABuffer ({'TCP fallback' if backend == 'tcp' else backend})"
@@ -48,6 +52,7 @@ class Offer:
     layout: int  # hash of the run's layout, see manifest.layout()
     registered: Registered | None  # None: no reader is remote
     kind: HashKind = "xxh3"  # kind of checksums in its manifests; `layout` covers it
+    meets: str = ""  # address of the store at which readers of its broadcasts meet; empty: it sends none
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +90,4 @@ class Connection:
 
     transports: list[str]  # by source
     copy: HostCopy | None  # None: it maps the memory of every source
+    broadcasts: tuple[int, ...] = ()  # trainer ranks whose publications it can get by broadcast

@@ -21,6 +21,10 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     assert problems(config(tmp_path, toml), gpus=Gpus(2)) == []
     (problem,) = problems(config(tmp_path, toml), gpus=Gpus(1))
     assert "2 GPUs (2 of the trainer, 1 of the generators; trainer and generators share GPUs)" in problem
+    (problem,) = problems(config(tmp_path, f'{toml}\n[weight_sync]\ntransport = "broadcast"'), gpus=Gpus(2))
+    assert problem.startswith(
+        'weight_sync.transport: expected "auto" or another value with placement.kind = "colocated"'
+    )
 
 
 def test_gpus_are_slots(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     if on_gpu and config.placement.kind == "colocated":
         total = gpus_needed(config)
         processes = f"{total} GPUs ({parts}; trainer and generators share GPUs)"
+        if config.weight_sync.transport == "broadcast":
+            why = 'with placement.kind = "colocated", because NCCL refuses a group with two ranks on one GPU'
+            yield problem(config, "weight_sync.transport", f'"auto" or another value {why}')
     slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
     if hosts.number > 1:
         pass  # check_hosts
