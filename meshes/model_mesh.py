@@ -1,4 +1,5 @@
-"""A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order.
+"""A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order; with context parallelism
+(dp, cp, tp).
 
 trainer                             the policy: every verb
 critic                              begin_phase, scores, step, save, wait_for_saving, snapshot; first load_weights
@@ -8,6 +9,7 @@ reference, teacher, reward_model    load_weights and scores: a frozen role never
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,8 +51,10 @@ class ModelMesh:
         called at each start, because a host may be lost: then the mesh may have fewer rows than the config."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
-        self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
-        self._rank_places_of = host if callable(host) else lambda: [RankPlace(Host(host), self.dp * self.tp)]
+        self.dp, self.row_ranks = parallelism.dp, parallelism.row_ranks
+        cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+        self._row = {"cp": cp, "tp": tp} if cp > 1 else {"tp": tp}  # axes of a dp row
+        self._rank_places_of = host if callable(host) else lambda: [RankPlace(Host(host), self.dp * self.row_ranks)]
         self._rank_places: Sequence[RankPlace] = ()
         self._env, self._given, self._planned = env, (role, config, shape), parallelism
         self._procs: list[ProcMesh] = []  # one per rank place
@@ -65,7 +69,7 @@ class ModelMesh:
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its fork server has deferred TorchTitan's own compiling
         self._rank_places = self._rank_places_of()
-        self.dp = sum(rank_place.ranks for rank_place in self._rank_places) // self.tp
+        self.dp = sum(rank_place.ranks for rank_place in self._rank_places) // self.row_ranks
         parallelism = self._planned.of_rows(self.dp)
         members = process_group(*(rank_place.ranks for rank_place in self._rank_places))
         first_host = self._rank_places[0].host
@@ -73,11 +77,11 @@ class ModelMesh:
         meeting = {} if apart else meeting_file(first_host)
         self._procs, self._ranks = [], {}
         for rank_place in self._rank_places:
-            first, rows = len(self._ranks) // self.tp, rank_place.ranks // self.tp
+            first, rows = len(self._ranks) // self.row_ranks, rank_place.ranks // self.row_ranks
             procs = await spawn(
                 rank_place.host,
                 name=self.name,
-                shape={"dp": rows, "tp": self.tp},
+                shape={"dp": rows, **self._row},
                 first=first,
                 kind=kind,
                 env={**self._env, **rank_place.env, **meeting},
@@ -85,9 +89,9 @@ class ModelMesh:
             )
             actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism)
             self._procs.append(procs)
-            for dp in range(rows):
-                for tp in range(self.tp):
-                    self._ranks[label(self.name, {"dp": first + dp, "tp": tp})] = actors.slice(dp=dp, tp=tp)
+            for dp, *others in product(range(rows), *map(range, self._row.values())):
+                at = dict(zip(self._row, others, strict=True))
+                self._ranks[label(self.name, {"dp": first + dp, **at})] = actors.slice(dp=dp, **at)
         address = ""
         if apart:
             name, rank = next(iter(self._ranks.items()))
@@ -155,7 +159,7 @@ class ModelMesh:
         """Return log-probs or values by dp row and microbatch, under the model's own weights or those `lent` to it; and
         the checksum of frozen weights by rank."""
         answers = await self._scatter("scores", self._rows(batches), temperature, lent)
-        return [values for values, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
+        return [values for values, _ in answers[:: self.row_ranks]], [checksum for _, checksum in answers]
 
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
@@ -242,7 +246,7 @@ class ModelMesh:
 
     def _rows(self, values: Sequence[Any]) -> list[Any]:
         """One value per dp row -> one per rank."""
-        return [value for value in values for _ in range(self.tp)]
+        return [value for value in values for _ in range(self.row_ranks)]
 
     def _slowest(self, stats: Sequence[StepStats]) -> StepStats:
         """Return one of the ranks' statistics, which differ in their times only."""

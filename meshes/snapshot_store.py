@@ -73,7 +73,7 @@ class Snapshots:
         meshes = self._meshes(phase)
         if not all(mesh.near for mesh in meshes):  # they have moved to where they cannot reach this process's memory
             return
-        fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
+        fds = self._free({mesh.name: mesh.dp * mesh.row_ranks for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}
         entry = LocalSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
         await self._begin(entry, meshes)

@@ -7,16 +7,18 @@ DocumentSDPA   a CPU, or float32
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.tools.logging import logger
 
+from titan_rl.actors.titan.context_parallel import of_whole_rows
 from titan_rl.actors.titan.document_masks import (
+    Attended,
     ClassedSegments,
     SegmentClass,
     SharedMetadata,
@@ -27,6 +29,8 @@ from titan_rl.actors.titan.document_masks import (
 
 class DocumentSDPA(VarlenAttention):
     """VarlenAttention's contract as one SDPA per class of equally long segments."""
+
+    cp_mesh: DeviceMesh | None = None  # the ranks with the other parts of the rows
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -44,6 +48,8 @@ class DocumentSDPA(VarlenAttention):
         **_: Any,
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
+        if self.cp_mesh is not None:
+            k_BLNH, v_BLNH = of_whole_rows(k_BLNH, v_BLNH, self.cp_mesh)
         outputs = list[torch.Tensor]()
         parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([shape.segments * shape.length for shape in masks.classes])
         keys = [shape.segments * shape.keys for shape in masks.classes]
@@ -74,6 +80,8 @@ class SharedVarlen(VarlenAttention):
     sliding window, to the end of the keys: a segment after a prefix sees the prefix (within the window) and, causally,
     itself."""
 
+    cp_mesh: DeviceMesh | None = None  # the ranks with the other parts of the rows
+
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
@@ -91,7 +99,11 @@ class SharedVarlen(VarlenAttention):
         if isinstance(attention_masks, VarlenMetadata):
             return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=scale, **others)
         varlen = attention_masks.varlen
-        q_TNH, k_TNH, v_TNH = (x.flatten(0, 1).to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        dtype = q_BLNH.dtype
+        q_BLNH, k_BLNH, v_BLNH = (x.to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        if self.cp_mesh is not None:
+            k_BLNH, v_BLNH = of_whole_rows(k_BLNH, v_BLNH, self.cp_mesh)
+        q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         attended = varlen_attn(
             q_TNH,
             attention_masks.keys(k_TNH),
@@ -106,7 +118,7 @@ class SharedVarlen(VarlenAttention):
             num_splits=1 if current_flash_attention_impl() in (None, "FA2") else None,  # as TorchTitan does
         )
         assert isinstance(attended, torch.Tensor)
-        return attended.view(q_BLNH.shape).to(q_BLNH.dtype)
+        return attended.view(q_BLNH.shape).to(dtype)
 
 
 @override(target=VarlenAttention.Config, exact=True, description="Attention over packed documents in any dtype.")
@@ -119,18 +131,30 @@ def shared_attention(config: VarlenAttention.Config) -> SharedVarlen.Config:
     return derive(config, SharedVarlen.Config)
 
 
-def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
+def cut_rows(model: Any, mesh: DeviceMesh | None) -> None:
+    """Make the model's attention gather keys and values over `mesh`, whose ranks have parts of the same rows."""
+    if mesh is None:
+        return
+    for module in model.modules():
+        if isinstance(module, VarlenAttention):
+            if not isinstance(module, DocumentSDPA | SharedVarlen):
+                raise TypeError(f"expected an attention that can cut rows (SharedVarlen), {_replaced(module)}")
+            module.cp_mesh = mesh
+
+
+def masks_of(model: Any, attended: Attended, device: torch.device) -> Any:
     """Return the masks that the model's attention takes for these segments."""
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, DocumentSDPA.Config):
-        return classed_masks(segments_G4, device)
-    masks = varlen_masks(segments_G4, device)
+        return classed_masks(attended, device)
+    masks = varlen_masks(attended, device)
     if isinstance(masks, SharedMetadata) and not isinstance(attention, SharedVarlen.Config):
-        raise TypeError(
-            f"expected an attention that can share prompts (SharedVarlen), found {type(attention).__qualname__}, which "
-            "override.imports has set"
-        )
+        raise TypeError(f"expected an attention that can share prompts (SharedVarlen), {_replaced(attention)}")
     return masks
+
+
+def _replaced(attention: Any) -> str:
+    return f"found {type(attention).__qualname__}, which override.imports has set"
 
 
 def overrides(device: str, compute: str) -> list[str]:

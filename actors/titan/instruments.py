@@ -24,7 +24,7 @@ class Instruments:
     def __init__(self, model: TitanModel, folder: str, step: int) -> None:
         config = model.config
         record_titan_spans()
-        self.tokens = 0  # that this rank's forward has seen in the step, padding included, as TorchTitan counts
+        self.tokens = 0  # in the rows of the step, padding included, whether or not other ranks compute parts of them
         self.unshared = 0  # that it would have seen if samples shared none
         self._garbage = GarbageCollection(gc_freq=STEPS_PER_COLLECTION)
         self._profiler = Profiler(
@@ -34,7 +34,8 @@ class Instruments:
             leaf_folder=folder,  # the critic's ranks have the policy's numbers
         ).__enter__()
         _, flops = model.spec.model.get_nparams_and_flops(model.model, config.training.seq_len)
-        self._flops_per_token = flops / model.dims.non_data_parallel_size
+        parts = model.part.count if model.part else 1
+        self._flops_per_token = flops / (model.dims.non_data_parallel_size * parts)
         self._compiles = model.titan.compile.enable
         self._graphs = graphs_compiled()
         self._memory, self._peak_flops = None, None

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.titan import (
     compiled_blocks,
+    context_parallel,
     document_attention,
     experts,
     flash_attention,
@@ -46,6 +47,8 @@ from titan_rl.actors.titan import (
     titan_cpu,
 )
 from titan_rl.actors.titan.activation_offload import OffloadAC
+from titan_rl.actors.titan.context_parallel import Part
+from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.actors.titan.shard_reader import read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
@@ -71,9 +74,11 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
+    # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows. To TorchTitan the ranks that share
+    # rows are further shards (see context_parallel.py).
+    seen = replace(parallelism, data_parallel_shard_degree=parallelism.shards, context_parallel_degree=1)
     return TitanConfig(
-        parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
+        parallelism=shared_keys(ParallelismConfig, seen, spmd_backend="partial_dtensor"),
         training=shared_keys(TrainingConfig, config.training),
         debug=shared_keys(DebugConfig, config.debug),
         compile=shared_keys(CompileConfig, config.compile, components=["model"]),
@@ -145,6 +150,10 @@ class TitanModel:
         self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
+        self.cp_mesh, self.part = context_parallel.group_mesh(parallelism, self.device.type), None
+        if self.cp_mesh is not None:
+            tp = parallelism.tensor_parallel_degree
+            self.part = Part(self.cp_mesh.get_local_rank(), self.cp_mesh.size(), multiple=tp)
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
 
@@ -161,6 +170,7 @@ class TitanModel:
         model = sharded_model(self.spec, self.config, self.titan, self.dims)
         self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size)
         titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
+        document_attention.cut_rows(model, self.cp_mesh)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
@@ -179,6 +189,10 @@ class TitanModel:
             with torch.no_grad():
                 local(self.model.lm_head.weight).zero_()
 
+    def placed(self, rows: Rows) -> "DeviceRows":
+        """Return rows on this rank's device, of which it computes its part."""
+        return DeviceRows.of(rows, self.device, self.part)
+
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,24 +200,33 @@ class TitanModel:
         head: heads.TokenHead = self.model.lm_head
         float32 = self.config.model.head_dtype == "float32"
         on = rows.mask > 0
+        if rows.own is not None:
+            on = on & rows.own
         question = heads.Question(rows.targets, rows.places, on, temperature, with_entropy_grad, float32, rows.kept)
         with head.asked(question), self.context():
-            return self._forward(rows)
+            answers = self._forward(rows)
+        if self.cp_mesh is None:
+            return answers
+        logprob, entropy = context_parallel.of_all_parts(torch.stack(answers), self.cp_mesh)
+        return logprob, entropy
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
         """Return the value at the place of each target, [B, T] float32."""
         with self.context():
-            return self._forward(rows).flatten()[rows.places]
+            values = self._forward(rows).flatten()[rows.places]
+        if self.cp_mesh is None or rows.own is None:
+            return values
+        return context_parallel.of_all_parts(values.masked_fill(~rows.own, 0), self.cp_mesh)
 
     def _forward(self, rows: "DeviceRows") -> Any:
         if self.shape.experts:  # routes count for trained tokens only
             experts.count_routes(self.model, rows.trained_at if torch.is_grad_enabled() else None)
-        masks = document_attention.masks_of(self.model, rows.segments, self.device)
+        masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
     def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
         """Return the values, or the log-probs of the targets, as [B, T] numpy, without building a graph."""
-        placed = DeviceRows.of(rows, self.device)
+        placed = self.placed(rows)
         with torch.no_grad():
             if self.shape.head == "value":
                 return self.values(placed).cpu().numpy()
@@ -311,6 +334,9 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
+    """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places` and
+    `attended` describe the part, everything else whole rows."""
+
     tokens: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
@@ -320,25 +346,42 @@ class DeviceRows:
     sequences: torch.Tensor
     count: int  # sequences in the microbatch
     columns: dict[Any, torch.Tensor]
-    segments: np.ndarray
+    attended: Attended
+    own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated
 
     @property
     def trained_at(self) -> torch.Tensor:
         """Return how many trained targets each place predicts, [B, L]."""
         counts = self.mask.new_zeros(self.tokens.numel())
-        return counts.index_add_(0, self.places.flatten(), self.mask.flatten()).view(self.tokens.shape)
+        mask = self.mask if self.own is None else self.mask * self.own
+        return counts.index_add_(0, self.places.flatten(), mask.flatten()).view(self.tokens.shape)
 
     @classmethod
-    def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
-        names = ("tokens", "positions", "targets", "places", "mask", "weights", "sequences")
-        placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
-        columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
+    def of(cls, rows: Rows, device: torch.device, part: Part | None = None) -> "DeviceRows":
+        def to(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        tokens, positions, own, places, attended = context_parallel.cut(rows, part)
         kept = None
         if rows.kept is not None:
-            counts, ids = (torch.from_numpy(x).to(device, non_blocking=True) for x in rows.kept.ids())
-            kept = counts, ids
-        return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments, kept=kept)
+            sets = rows.kept if own is None else rows.kept.only(own.ravel())
+            counts, ids = sets.ids()
+            kept = to(counts), to(ids)
+        return cls(
+            tokens=to(tokens),
+            positions=to(positions),
+            targets=to(rows.targets),
+            places=to(places),
+            mask=to(rows.mask),
+            weights=to(rows.weights),
+            sequences=to(rows.sequences),
+            count=len(rows.samples),
+            columns={name: to(column) for name, column in rows.columns.items()},
+            attended=attended,
+            own=None if own is None else to(own),
+            kept=kept,
+        )
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Phase:
                 self._model.sync_gradients(i == last or self._syncs_each)
                 self._instruments.tokens += rows.tokens.size
                 with span("forward"):
-                    loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
+                    loss, measured = objective(self._model.placed(rows), batch)
                 with span("backward"), self._model.context():
                     loss.backward()
                 self._statistics.append(measured)
@@ -180,7 +180,8 @@ class Phase:
                         if parameter.grad is not None:
                             parameter.grad.mul_(scale)
                 mesh = self._model.dims.get_optional_mesh("loss")
-                reduction = Reduction.of(self._statistics, batch, mesh, scale)
+                parts = self._model.part.count if self._model.part else 1
+                reduction = Reduction.of(self._statistics, batch, mesh, scale, parts=parts)
                 self._statistics = []
                 routed = take_routed(self._model.model, self._model.dims)
                 grad_norm = float(

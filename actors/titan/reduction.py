@@ -28,9 +28,16 @@ class Reduction:
 
     @classmethod
     def of(
-        cls, statistics: Sequence[Statistics], batch: Batch, mesh: DeviceMesh | None, scale: float = 1.0
+        cls,
+        statistics: Sequence[Statistics],
+        batch: Batch,
+        mesh: DeviceMesh | None,
+        scale: float = 1.0,
+        *,
+        parts: int = 1,
     ) -> "Reduction":
-        """Reduce this rank's microbatches, which all have the same metrics. `scale` is a factor on their losses."""
+        """Reduce this rank's microbatches, which all have the same metrics. `scale` is a factor on their losses. Each
+        `parts` neighbours in the mesh have the same rows, and so the same statistics."""
         first = statistics[0]
         summed = {
             (kind, name): torch.stack([getattr(s, kind)[name].double() for s in statistics]).sum(0)
@@ -43,7 +50,7 @@ class Reduction:
             ("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima
         }
         if mesh is not None:
-            gathered = _gather({**summed, **extrema}, mesh)
+            gathered = {key: of_rank[::parts] for key, of_rank in _gather({**summed, **extrema}, mesh).items()}
             summed = {key: gathered[key].sum(0) for key in summed}
             extrema = {key: gathered[key].amax(0) for key in extrema}
 

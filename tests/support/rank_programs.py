@@ -48,6 +48,10 @@ MESHES = {
     "fsdp2_ep2": replace(LAYOUTS["fsdp2"], expert_parallel_degree=2),
     "tp2_ep2": replace(LAYOUTS["tp2"], expert_parallel_degree=2),
     "fsdp2_tp2_ep2": replace(LAYOUTS["fsdp2_tp2"], expert_parallel_degree=2),
+    "hsdp_cp2": ParallelismSection(data_parallel_replicate_degree=2, context_parallel_degree=2),
+    "cp4": ParallelismSection(context_parallel_degree=4),
+    "cp2_ep2": replace(LAYOUTS["cp2"], expert_parallel_degree=2),
+    "cp2_tp2_ep4": replace(LAYOUTS["cp2_tp2"], expert_parallel_degree=4),
     "fsdp2_tp2_ep4": replace(LAYOUTS["fsdp2_tp2"], expert_parallel_degree=4),
 }
 
@@ -121,7 +125,7 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
     with flash_on_cpu() if case.flash else nullcontext() as calls:
         model = RoleModel("trainer", given, shape_of(given.model), given.parallelism)
         model.begin_phase("rl", 0)
-        row, found = dist.get_rank() // given.parallelism.tensor_parallel_degree, []
+        row, found = dist.get_rank() // given.parallelism.row_ranks, []
         for step in range(STEPS):
             shards = given.parallelism.dp
             made = samples(step, shards * MICROBATCHES) if case.share is None else groups(step)

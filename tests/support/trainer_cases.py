@@ -24,6 +24,9 @@ LAYOUTS = {
     "fsdp2": ParallelismSection(data_parallel_shard_degree=2),
     "tp2": ParallelismSection(tensor_parallel_degree=2),
     "fsdp2_tp2": ParallelismSection(data_parallel_shard_degree=2, tensor_parallel_degree=2),
+    "cp2": ParallelismSection(context_parallel_degree=2),
+    "fsdp2_cp2": ParallelismSection(data_parallel_shard_degree=2, context_parallel_degree=2),
+    "cp2_tp2": ParallelismSection(context_parallel_degree=2, tensor_parallel_degree=2),
     "hsdp": ParallelismSection(data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
 }
 

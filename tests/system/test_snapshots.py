@@ -112,8 +112,8 @@ def stamps(snapshot: Snapshot) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [ONE, LAYOUTS["fsdp2"], LAYOUTS["tp2"]],
-    ids=["one", "fsdp2", "tp2"],
+    [ONE, LAYOUTS["fsdp2"], LAYOUTS["tp2"], LAYOUTS["cp2"]],
+    ids=["one", "fsdp2", "tp2", "cp2"],
 )
 def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(layout: ParallelismSection, tmp_path: Path) -> None:
     async def run() -> None:

@@ -272,6 +272,8 @@ class RoleSection:
     """Number of ranks that its weights are sharded over (FSDP2), on its own mesh."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on its own mesh."""
+    context_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
+    """Number of ranks that each packed row is cut over, on its own mesh."""
 
     @property
     def parallelism(self) -> ParallelismSection:

@@ -44,6 +44,7 @@ KEYS = {
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "training.local_batch_size",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.minibatches",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "parallelism.context_parallel_degree",
     "actor_rollout_ref.model.path": "model.hf_assets_path",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "generator.gpu_memory_utilization",
     "actor_rollout_ref.rollout.n": "rollout.group_size",

@@ -103,17 +103,30 @@ class ParallelismSection:
     """Number of ranks that one copy of the weights is sharded over (FSDP2)."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of the trainer."""
+    context_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
+    """Number of ranks that each packed row is cut over, for rows whose activations exceed one GPU's memory. Each
+    computes a part of the row, against the keys and values of all of it; the weights are sharded over them too."""
     expert_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
-    """Number of ranks that the experts of a layer are dealt to; data_parallel_shard_degree x tensor_parallel_degree is
-    a multiple of it. Tokens travel to them and back. 1: every rank computes all experts."""
+    """Number of ranks that the experts of a layer are dealt to; data_parallel_shard_degree x context_parallel_degree x
+    tensor_parallel_degree is a multiple of it. Tokens travel to them and back. 1: every rank computes all experts."""
 
     @property
     def dp(self) -> int:
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property
+    def row_ranks(self) -> int:
+        """Return the number of ranks of a dp row, which compute the same packed rows."""
+        return self.context_parallel_degree * self.tensor_parallel_degree
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks that FSDP2 shards one copy of the weights over."""
+        return self.data_parallel_shard_degree * self.context_parallel_degree
+
+    @property
     def world_size(self) -> int:
-        return self.dp * self.tensor_parallel_degree
+        return self.dp * self.row_ranks
 
     def of_rows(self, rows: int) -> "ParallelismSection":
         """Return the same layout with another number of dp rows: copies of the weights are left out as long as whole

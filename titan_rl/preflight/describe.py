@@ -59,7 +59,9 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     if autos := [f"{key} {as_text(now)}" for key, _, now in differences(setup.given, setup.resolved)]:
         facts.append(("auto", ", ".join(autos)))
     rows = setup.resolved.training.local_batch_size
-    facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
+    cp = config.parallelism.context_parallel_degree
+    cut = f", each cut over {cp} ranks" if cp > 1 else " on a rank"
+    facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens{cut}"))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     facts.append(("run", str(setup.folder)))
@@ -175,7 +177,7 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     if name == "critic":
         shape = shape.with_value_head()
     weights = shape.parameters * BYTES[training.dtype]
-    shards = p.data_parallel_shard_degree * p.tensor_parallel_degree
+    shards = p.shards * p.tensor_parallel_degree
     holds = f"frozen weights {size(weights // shards)} per rank"
     if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
         holds = f"weights, gradients, AdamW: {size(4 * weights // shards)} per rank"
@@ -193,6 +195,8 @@ def layout(p: ParallelismSection) -> str:
     parts = [f"FSDP2 {p.data_parallel_shard_degree}"]
     if p.data_parallel_replicate_degree > 1:
         parts = [f"HSDP {p.data_parallel_replicate_degree} x {p.data_parallel_shard_degree}"]
+    if p.context_parallel_degree > 1:
+        parts.append(f"CP {p.context_parallel_degree}")
     if p.tensor_parallel_degree > 1:
         parts.append(f"TP {p.tensor_parallel_degree}")
     experts = f", experts over {p.expert_parallel_degree}" if p.expert_parallel_degree > 1 else ""

@@ -117,7 +117,7 @@ def by_formula(shape: ModelShape, p: ParallelismSection) -> ShardedModel:
     stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a block, of which a rank gathers its own
     fewer = stack // tp - stack // ep if ep > 1 else 0
     return ShardedModel(
-        held=shape.parameters // (p.data_parallel_shard_degree * tp),
+        held=shape.parameters // (p.shards * tp),
         whole=(shape.parameters + again) // tp - shape.n_layers * fewer,
         block=block_parameters(shape) // tp - fewer,
         last=(head_parameters(shape) + again) // tp,
@@ -144,7 +144,7 @@ def trained(
         "gradients before reduction": unreduced(config, sharded),
         "gathered weights": gathered(config, p, sharded),
         "activations": activations(config, shape, p),
-        "head": head(config, shape),
+        "head": head(config, shape, p),
     }
     return Estimate(state, peak, config.memory, p.world_size - 1)
 
@@ -155,8 +155,8 @@ def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: Sh
     layer, each = kept_per_token(config, shape, p, "none"), BYTES[t.dtype]
     peak = {
         "gathered weights": gathered(config, p, sharded),
-        "activations": MemoryPart(tokens(config) * layer, f"{tokens(config):,} tokens x {size(layer)}"),
-        "head": head(config, shape),
+        "activations": MemoryPart(tokens(config, p) * layer, f"{tokens(config, p):,} tokens x {size(layer)}"),
+        "head": head(config, shape, p),
     }
     weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
     kept = {} if t.enable_cpu_offload else {"weights": weights}
@@ -207,8 +207,9 @@ def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.n_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
-def tokens(config: Config) -> int:
-    return config.training.local_batch_size * config.training.seq_len
+def tokens(config: Config, p: ParallelismSection) -> int:
+    """Return the places of a microbatch that a rank computes: its part of each row."""
+    return config.training.local_batch_size * -(-config.training.seq_len // p.context_parallel_degree)
 
 
 def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
@@ -236,8 +237,9 @@ def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> Mem
     kept, at_work = kept_per_token(config, shape, p, mode), gradients_per_token(config, shape, p)
     if mode != "none":  # the block is computed again
         at_work += kept_per_token(config, shape, p, "none")
-    formula = f"{tokens(config):,} tokens x ({shape.n_layers} layers x {size(kept)} + {size(at_work)} in the backward)"
-    return MemoryPart(tokens(config) * (shape.n_layers * kept + at_work), formula)
+    n = tokens(config, p)
+    formula = f"{n:,} tokens x ({shape.n_layers} layers x {size(kept)} + {size(at_work)} in the backward)"
+    return MemoryPart(n * (shape.n_layers * kept + at_work), formula)
 
 
 def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
@@ -263,7 +265,8 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
-    return norms + rotary + attention + queries + 2 * keys + 2 * stream + routed
+    gathered_keys = 2 * keys * p.context_parallel_degree  # at most: attention keeps whole rows' keys and values
+    return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed
 
 
 def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
@@ -295,11 +298,11 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
     return max(dense, routed) if shape.experts else dense
 
 
-def head(config: Config, shape: ModelShape) -> MemoryPart:
+def head(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart:
     """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
     compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    targets = tokens(config) * MOST_TARGETS
+    targets = tokens(config, p) * MOST_TARGETS
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
         masks = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
@@ -431,7 +434,7 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
 
     spared = (1 - SPARE) * gpu_bytes
     whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
-    while 2 * rows * config.training.seq_len <= GPU_TOKENS:
+    while 2 * rows * config.training.seq_len <= GPU_TOKENS * config.parallelism.context_parallel_degree:
         if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), spared, "generator"):
             break
         rows *= 2

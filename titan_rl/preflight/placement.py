@@ -44,11 +44,11 @@ class Units:
 def units_of(config: Config) -> list[Units]:
     """Return the units of all meshes in the order in which slots are dealt."""
     g, trainer = config.generator, config.parallelism
-    units = [Units("trainer", "trainer", trainer.dp, trainer.tensor_parallel_degree)]
+    units = [Units("trainer", "trainer", trainer.dp, trainer.row_ranks)]
     if config.samples_rollouts:
         units += [_replica(config, index) for index in range(g.replicas)]
     for role, own in config.roles.items():
-        units.append(Units(role, role, own.parallelism.dp, own.parallelism.tensor_parallel_degree))
+        units.append(Units(role, role, own.parallelism.dp, own.parallelism.row_ranks))
     return units
 
 
@@ -135,11 +135,11 @@ def place_again(config: Config, mesh: str, placement: Placement, slots: int, los
     partners = {name for name in others if takes_turns(config, mesh, name)}
     taken = set[tuple[int, int]]().union(*(others[name] for name in others.keys() - partners))
     shared = set[tuple[int, int]]().union(*(others[name] for name in partners))
-    tp = ranks = config.generator.tensor_parallel_degree
+    row = ranks = config.generator.tensor_parallel_degree
     if not mesh.startswith("generator"):
         own = config.parallelism if mesh == "trainer" else config.roles[mesh].parallelism
-        tp, ranks = own.tensor_parallel_degree, own.world_size
-    least = config.fault.min_trainers * tp if mesh == "trainer" and config.fault.min_trainers else ranks
+        row, ranks = own.row_ranks, own.world_size
+    least = config.fault.min_trainers * row if mesh == "trainer" and config.fault.min_trainers else ranks
     free = {
         host: [slot for slot in range(slots) if (host, slot) not in taken]
         for host in range(config.hosts.number)
@@ -149,7 +149,7 @@ def place_again(config: Config, mesh: str, placement: Placement, slots: int, los
         free = dict(sorted(free.items(), key=lambda each: sum((each[0], s) in shared for s in each[1]) < ranks))
     unplaced, shares = ranks, list[Share]()
     for host, own in free.items():
-        if taking := min(unplaced, len(own) // tp * tp):
+        if taking := min(unplaced, len(own) // row * row):
             own.sort(key=lambda slot, host=host: (host, slot) not in shared)
             shares.append(Share(host, tuple(sorted(own[:taking]))))
             unplaced -= taking

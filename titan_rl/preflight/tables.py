@@ -133,8 +133,8 @@ def _outcome(config: Config, placed: Placement, slots: int, lost: int) -> str:
         fewer = " or fault.min_trainers" if missing == ["trainer"] and config.parallelism.dp > 1 else ""
         return f"the run ends, resumable: no room for {', '.join(missing)} (it needs a spare host{fewer})"
     losses = []
-    rows, tp = config.parallelism.dp, config.parallelism.tensor_parallel_degree
-    if (rows_left := len(slots_of(now["trainer"])) // tp) < rows:
+    rows = config.parallelism.dp
+    if (rows_left := len(slots_of(now["trainer"])) // config.parallelism.row_ranks) < rows:
         losses.append(f"the trainer has {rows_left} of {rows} dp rows until there is room")
     if given_up:
         losses.append(f"no {' and no '.join(given_up)} until there is room")

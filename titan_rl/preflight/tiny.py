@@ -25,7 +25,7 @@ from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a smaller model is not shrunk
-DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree")
+DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree")
 MODEL_KEYS = (
     *("dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"),
     *("experts", "experts_per_token"),

@@ -106,7 +106,7 @@ class RankPlaces:
             shares = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
         except Unplaceable:  # it has just lost a host
             return 0
-        return len(slots_of(shares)) // self._setup.config.parallelism.tensor_parallel_degree
+        return len(slots_of(shares)) // self._setup.config.parallelism.row_ranks
 
     def leave_out(self) -> list[str]:
         """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer

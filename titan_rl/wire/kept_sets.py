@@ -65,6 +65,10 @@ class KeptSets:
         within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
         return KeptSets(sizes, self.words[np.repeat(begins, sizes) + within])
 
+    def only(self, entries: np.ndarray) -> "KeptSets":
+        """Return the sets, but keep the whole vocabulary where `entries`, [N] bool, is false."""
+        return KeptSets(np.where(entries, self.sizes, 0), self.words[np.repeat(entries, self.sizes)])
+
     def ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Return each entry's number of ids, [N], and all ids; an entry without ids keeps the whole vocabulary."""
         begins = self.sizes.cumsum() - self.sizes

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.actors.titan.document_attention import DocumentSDPA
-from titan_rl.actors.titan.document_masks import classed_masks
+from titan_rl.actors.titan.document_masks import Attended, classed_masks
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_classes_are_segments_one_by_one(segments_G4: np.ndarray, window: int) -
     random = torch.Generator().manual_seed(0)
     total = int(segments_G4[:, 1].sum())
     q, k, v = (torch.randn(total, n, 4, generator=random, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
-    masks = classed_masks(segments_G4, CPU)
+    masks = classed_masks(Attended.whole(segments_G4), CPU)
     attention = DocumentSDPA.Config(window_size=(window, 0)).build()
     ours = attention(q[None], k[None], v[None], attention_masks=masks, enable_gqa=True)[0]
     theirs = one_by_one(q, k, v, segments_G4, window)

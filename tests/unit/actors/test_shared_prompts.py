@@ -16,7 +16,7 @@ from support.packed_rows import groups_of
 from support.shapes import TINY
 from support.whole_model import whole_model
 from titan_rl.actors.titan import document_attention
-from titan_rl.actors.titan.document_masks import SharedMetadata, classed_masks, varlen_masks
+from titan_rl.actors.titan.document_masks import Attended, SharedMetadata, classed_masks, varlen_masks
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.packing import pack, unpack
@@ -214,8 +214,9 @@ def test_flash_attention_shares_prompts(family: Family) -> None:
 
 def check_gathers(segments_G4: np.ndarray) -> None:
     """Compare the gradients of every gather with plain indexing."""
-    masks, places = varlen_masks(segments_G4, CPU), int(segments_G4[:, 1].sum())
-    classed = [*classed_masks(segments_G4, CPU)[1:]]
+    attended = Attended.whole(segments_G4)
+    masks, places = varlen_masks(attended, CPU), attended.keys
+    classed = [*classed_masks(attended, CPU)[1:]]
     gathers = classed + ([masks.keys] if isinstance(masks, SharedMetadata) else [])
     for gather in gathers:
         x = torch.randn(places, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -251,7 +252,7 @@ def test_an_attention_of_others_is_refused() -> None:
         layer.attention.inner_attention = document_attention.VarlenAttention.Config()
     try:
         with pytest.raises(TypeError, match=r"found VarlenAttention.Config, which override.imports"):
-            document_attention.masks_of(on.model, batch.microbatches[0].segments, CPU)
+            document_attention.masks_of(on.model, Attended.whole(batch.microbatches[0].segments), CPU)
     finally:
         for layer, own in zip(config.layers, found, strict=True):
             layer.attention.inner_attention = own

@@ -99,7 +99,7 @@ class Ranks:
     """A mesh whose ranks copy their state, which names the step and the rank, when `finish` is called."""
 
     def __init__(self, name: str, homes: list[Home]) -> None:
-        self.name, self.dp, self.tp, self.near = name, len(homes), 1, False
+        self.name, self.dp, self.row_ranks, self.near = name, len(homes), 1, False
         self.homes = homes
         self.copying: list[tuple[int, int, bytes]] = []  # memory, serial, state
 

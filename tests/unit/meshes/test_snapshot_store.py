@@ -16,7 +16,7 @@ class Ranks:
     """A mesh whose ranks copy their state, which is the step, when `finish` is called: late, never, or too late."""
 
     def __init__(self, name: str, count: int) -> None:
-        self.name, self.dp, self.tp, self.near = name, count, 1, True
+        self.name, self.dp, self.row_ranks, self.near = name, count, 1, True
         self.copying: list[tuple[int, int, int]] = []  # (memory, serial, step)
 
     async def snapshot(self, snapshot: Snapshot) -> list[int]:

@@ -4,22 +4,27 @@ operations that save tensors on a GPU (FlashAttention, fused RMSNorm)."""
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.tools.utils import set_default_dtype
 
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
-from titan_rl.actors.titan import experts
+from titan_rl.actors.titan import document_attention, experts
 from titan_rl.actors.titan.activation_offload import OffloadAC
+from titan_rl.actors.titan.context_parallel import Part, cut, group_mesh
+from titan_rl.actors.titan.meta_model import fake_ranks
 from titan_rl.actors.titan.spec import build_spec
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.types import Rows
 
 TOKENS = 4096
 CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC, "full": FullAC, "offload": OffloadAC}
@@ -51,10 +56,12 @@ def _fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: rms_norm(x, weight)[0])
 
 
-def counted(shape: ModelShape, layers: int, mode: str) -> tuple[int, int]:
-    """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward."""
+def counted(shape: ModelShape, layers: int, mode: str, cp_mesh: DeviceMesh | None = None) -> tuple[int, int]:
+    """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward. With
+    `cp_mesh` the rank has the last part of a document."""
     spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
-    apply_overrides(OverrideConfig(imports=[*(experts.OVERRIDES if shape.experts else ())]), spec.model)
+    attention = document_attention.overrides("cuda", "bfloat16") if cp_mesh else []
+    apply_overrides(OverrideConfig(imports=[*attention, *(experts.OVERRIDES if shape.experts else ())]), spec.model)
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         whole: Any = spec.model.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -66,12 +73,23 @@ def counted(shape: ModelShape, layers: int, mode: str) -> tuple[int, int]:
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            masks = VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=TOKENS, max_k=TOKENS)
+            masks: Any = VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=TOKENS, max_k=TOKENS)
+            if cp_mesh:
+                document_attention.cut_rows(model, cp_mesh)
+                masks = masks_of_last_part(model, cp_mesh.size())
             tokens, positions = torch.zeros(1, TOKENS, dtype=torch.long), torch.arange(TOKENS)[None]
             hidden = model(tokens, attention_masks=masks, positions=positions)
             kept = of_kind(tracker, "current", "ACT")
             hidden.float().sum().backward()
             return kept, of_kind(tracker, "peak", "TEMP")
+
+
+def masks_of_last_part(model: Any, parts: int) -> Any:
+    places = np.arange(parts * TOKENS)[None]
+    target = np.zeros(places.shape, np.float32)
+    segments = np.array([[0, places.size, 0, 0]])
+    rows = Rows(places, places, places, places, target, target, places, places[0], {}, segments)
+    return document_attention.masks_of(model, cut(rows, Part(parts - 1, parts)).attended, torch.device("cpu"))
 
 
 def of_kind(tracker: MemTracker, when: Any, kind: str) -> int:
@@ -93,6 +111,18 @@ def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -
     bound = TOKENS * gradients_per_token(config, shape, config.parallelism)
     assert temporary <= bound
     assert mode != "none" or temporary > 0.8 * bound
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M], ids=["llama", "qwen"])
+def test_a_part_of_a_row_keeps_the_keys_of_all_of_it(shape: ModelShape, mode: str) -> None:
+    config, p = Config(), ParallelismSection(context_parallel_degree=2)
+    config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
+    with fake_ranks(2):
+        mesh = group_mesh(p, "cpu")
+        (one, _), (two, temporary) = counted(shape, 1, mode, mesh), counted(shape, 2, mode, mesh)
+    assert two - one == TOKENS * kept_per_token(config, shape, p, mode) + (0 if mode == "full" else 16)
+    assert temporary <= TOKENS * gradients_per_token(config, shape, p)
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B, LLAMA_8B.with_value_head()])

@@ -54,9 +54,27 @@ def test_fp8_halves_an_engines_linear_weights() -> None:
     assert "fp8 codes" in engine_weights(fp8, LLAMA_8B).formula
 
 
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_row_of_32k_tokens_takes_half_of_each_of_two_ranks(mode: str) -> None:
+    """Keys and values of whole rows stay on each rank; the weights are cut as by FSDP2."""
+    flags = [("training.seq_len", "32768"), ("training.local_batch_size", "1"), ("activation_checkpoint.mode", mode)]
+    degrees = {"data_parallel_shard_degree": (8, 4), "context_parallel_degree": (1, 2)}
+
+    def parts(at: int) -> dict[str, int]:
+        layout = [(f"parallelism.{key}", str(degree[at])) for key, degree in degrees.items()]
+        need = needs(on_gpus(load(find(EIGHT), [*flags, *layout]), LLAMA_8B, 0), LLAMA_8B, 79 * GIB)["trainer"]
+        return {name: part.nbytes for name, part in need.own.parts.items()}
+
+    whole, half = parts(0), parts(1)
+    assert 0.5 <= half["activations"] / whole["activations"] < (0.53 if mode == "none" else 0.51)
+    assert 0.5 <= half["head"] / whole["head"] < 0.55
+    per_row = {"activations", "head"}
+    assert {k: v for k, v in half.items() if k not in per_row} == {k: v for k, v in whole.items() if k not in per_row}
+
+
 def test_some_models_are_too_large_for_a_node() -> None:
     trainer, engine = refused(load(find(EIGHT)), LLAMA_70B, 79)
-    assert "parallelism.data_parallel_shard_degree is enough: take larger GPUs, more of them" in trainer
+    assert "parallelism.context_parallel_degree is enough: take larger GPUs, more of them" in trainer
     assert engine.endswith("generator.tensor_parallel_degree = 4, generator.replicas = 1 needs 71.1 GiB")
 
 

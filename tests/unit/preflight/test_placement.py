@@ -201,6 +201,13 @@ def test_fewer_rows_keep_whole_copies_of_the_weights(
     assert full.of_rows(full.dp) == full
 
 
+def test_ranks_that_share_rows_share_a_host() -> None:
+    degrees = {"data_parallel_shard_degree": 3, "context_parallel_degree": 2, "tensor_parallel_degree": 2}
+    run = config(hosts__count=4, hosts__slots=6, **{f"parallelism__{key}": n for key, n in degrees.items()})
+    assert [(share.host, len(share.slots)) for share in place(run, 6)["trainer"]] == [(0, 4), (1, 4), (2, 4)]
+    assert run.parallelism.of_rows(2).world_size == 8
+
+
 def test_no_more_trainers_are_demanded_than_there_are() -> None:
     (problem,) = [p for p in problems(config(fault__min_trainers=3)) if "min_trainers" in p]
     assert problem == "fault.min_trainers: expected at most 2, the trainer's dp rows, found 3"

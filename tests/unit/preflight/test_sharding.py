@@ -18,9 +18,12 @@ TINY = shape_of(ModelSection())
 USUAL = on_device(Config(), "cpu")
 
 
-def mesh(shard: int = 1, tp: int = 1, replicate: int = 1) -> ParallelismSection:
+def mesh(shard: int = 1, tp: int = 1, replicate: int = 1, cp: int = 1) -> ParallelismSection:
     return ParallelismSection(
-        data_parallel_shard_degree=shard, tensor_parallel_degree=tp, data_parallel_replicate_degree=replicate
+        data_parallel_shard_degree=shard,
+        tensor_parallel_degree=tp,
+        data_parallel_replicate_degree=replicate,
+        context_parallel_degree=cp,
     )
 
 
@@ -29,7 +32,14 @@ SHAPES = {
     name: replace(shape, n_layers=2)
     for name, shape in {"llama": LLAMA_8B, "qwen": QWEN_600M, "value": QWEN_600M.with_value_head()}.items()
 }
-MESHES = [mesh(), mesh(shard=8), mesh(shard=4, tp=2), mesh(shard=2, tp=4, replicate=2), mesh(shard=128, tp=8)]
+MESHES = [
+    mesh(),
+    mesh(shard=8),
+    mesh(shard=4, tp=2),
+    mesh(shard=2, tp=4, replicate=2),
+    mesh(shard=128, tp=8),
+    mesh(shard=2, tp=2, cp=2),
+]
 CUT = {
     f"{name} {i}": MeshQuestion(USUAL, shape, p)
     for (name, shape), (i, p) in product(SHAPES.items(), enumerate(MESHES))

@@ -201,6 +201,8 @@ def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterato
     section, p = ("parallelism", config.parallelism) if name == "trainer" else (name, config.roles[name].parallelism)
     for degree in _doubles(p.data_parallel_shard_degree, most):
         yield {f"{section}.data_parallel_shard_degree": degree}
+    for degree in _doubles(p.context_parallel_degree, most):
+        yield {f"{section}.context_parallel_degree": degree}
 
 
 def _halves(value: int, least: int) -> Iterator[int]:

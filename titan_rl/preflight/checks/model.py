@@ -93,7 +93,8 @@ def check_quantization(config: Config, shape: ModelShape, device: str) -> Iterat
 
 
 def _check_experts(mesh: str, p: ParallelismSection, shape: ModelShape) -> Iterator[str]:
-    tp, shards, ep = p.tensor_parallel_degree, p.data_parallel_shard_degree, p.expert_parallel_degree
+    tp, shards, ep = p.tensor_parallel_degree, p.shards, p.expert_parallel_degree
+    sharded = "data_parallel_shard_degree" + (" x context_parallel_degree" if p.context_parallel_degree > 1 else "")
     if not shape.experts:
         if ep > 1:
             yield f"{mesh}.expert_parallel_degree: expected 1 for {shape.family}, which has no experts, found {ep}"
@@ -104,11 +105,11 @@ def _check_experts(mesh: str, p: ParallelismSection, shape: ModelShape) -> Itera
             cut = f" that {mesh}.tensor_parallel_degree = {tp} cuts" if multiple > EXPERT_MULTIPLE else ""
             yield f"model.{size}: expected a multiple of {multiple} with experts{cut}, found {found}"
     if shards * tp % ep:
-        ranks = f"data_parallel_shard_degree x tensor_parallel_degree = {shards * tp}"
+        ranks = f"{sharded} x tensor_parallel_degree = {shards * tp}"
         yield f"{mesh}.expert_parallel_degree: expected a divisor of {ranks}, found {ep}"
     dealt = shards * tp // cuts
     if shape.experts % dealt:
-        key = "data_parallel_shard_degree" + (" x tensor_parallel_degree" if dealt > shards else "")
+        key = sharded + (" x tensor_parallel_degree" if dealt > shards else "")
         yield f"{mesh}.{key}: expected a divisor of the model's {shape.experts} experts, found {dealt}"
 
 
