@@ -272,7 +272,7 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
 def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes of pinned memory that a rank's block inputs take, at most. torch rounds each up to a power of
     two. Two microbatches' overlap while the host is ahead of the GPU."""
-    each = tokens(config) * shape.dim * BYTES[config.training.mixed_precision_param] // p.tensor_parallel_degree
+    each = tokens(config, p) * shape.dim * BYTES[config.training.mixed_precision_param] // p.tensor_parallel_degree
     return 2 * shape.n_layers * (1 << (each - 1).bit_length())
 
 

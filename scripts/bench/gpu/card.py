@@ -43,7 +43,7 @@ def varlen() -> None:
         return say("varlen", "needs a GPU")
     from titan_rl.actors.titan import flash_attention
     from titan_rl.actors.titan.document_attention import DocumentSDPA, SharedVarlen
-    from titan_rl.actors.titan.document_masks import classed_masks, varlen_masks
+    from titan_rl.actors.titan.document_masks import Attended, classed_masks, varlen_masks
 
     flash_attention.use_installed()
     device, places = torch.device("cuda"), int(SEGMENTS[:, 1].sum())
@@ -52,7 +52,7 @@ def varlen() -> None:
         weight, found = torch.randn(1, places, heads, size, device=device), list[list[torch.Tensor]]()
         for kind, dtype in ((SharedVarlen, torch.bfloat16), (DocumentSDPA, torch.float32)):
             exact = kind is DocumentSDPA
-            masks = classed_masks(SEGMENTS, device) if exact else varlen_masks(SEGMENTS, device)
+            masks = (classed_masks if exact else varlen_masks)(Attended.whole(SEGMENTS), device)
             own = [x.to(dtype, copy=True).requires_grad_() for x in qkv]
             attention = kind(kind.Config(window_size=window))
             out = attention(*own, attention_masks=masks, enable_gqa=heads != kv)
