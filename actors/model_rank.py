@@ -118,7 +118,7 @@ class ModelRank(Actor):
         from titan_rl.actors.sync.held_shards import shards_of
 
         model = self._model
-        return shards_of(model.model.named_parameters(), model.names)
+        return shards_of(model.synced, model.names)
 
     @verb
     async def stage(
@@ -132,11 +132,12 @@ class ModelRank(Actor):
 
         model = self._model
         self._staging = Staging(
-            {model.names[name]: p for name, p in model.model.named_parameters()},
+            model.by_hf_name,
             copies,
             getattr(torch, model.config.generator.dtype),
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
+            merged_by=model.config.lora.scale if model.config.lora.on and model.config.lora.sync == "merge" else None,
         )
         with quiet_rdma():
             remote = any(is_remote(place, sync.transport) for place in places)

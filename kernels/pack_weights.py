@@ -36,6 +36,12 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
     if (fused := _triton(params, copies)) is not None and (run.is_cuda or run.is_pinned()):
         fused.pack(params, copies, run)
         return
+    pack_one_by_one(params, copies, run)
+
+
+@torch.no_grad()
+def pack_one_by_one(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
+    """Fill `run` by one torch operation per copy, which reads one parameter at a time."""
     start = 0
     for copy in copies:
         source = window(params[copy.name], copy, copy.src_row0, copy.src_col0)

@@ -3,6 +3,7 @@
 
     .venv/bin/python scripts/bench_smollm2.py                                          # seeds 0 to 4, without TRL
     .venv/bin/python scripts/bench_smollm2.py --trl /tmp/trl/bin/python --seeds 0 1    # with TRL, in turn
+    .venv/bin/python scripts/bench_smollm2.py --lora                                   # with grpo_smollm2_lora, in turn
     .venv/bin/python scripts/bench_smollm2.py --plot                                   # only print and plot the CSV
 
 Both take the same number of GRPO steps on the same problems, with the same batch, rate and temperature, and answer the
@@ -38,20 +39,22 @@ from titan_rl.tasks.rewards import NUMBER
 from titan_rl.wire.seeds import derive
 
 CONFIG = "grpo_smollm2"
-OURS, TRL = "titan_rl", "TRL"
+OURS, LORA, TRL = "titan_rl", "titan_rl, LoRA", "TRL"
+CONFIGS = {OURS: CONFIG, LORA: f"{CONFIG}_lora"}
 PROGRAM = Path(__file__).resolve().parent / "bench" / "smollm2_trl.py"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, help="an interpreter that has TRL. Without it, TRL is not measured")
+    parser.add_argument("--lora", action="store_true", help="also measure grpo_smollm2_lora")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--steps", type=int, help="instead of the config's")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "smollm2.csv")
     parser.add_argument("--plot", action="store_true", help="only print and plot the CSV")
     a = parser.parse_args()
     for seed in [] if a.plot else a.seeds:
-        for way in (OURS, *([TRL] if a.trl else [])):
+        for way in (OURS, *([LORA] if a.lora else []), *([TRL] if a.trl else [])):
             row = {"way": way, "seed": seed, **measured(way, seed, a.steps, a.trl), **ran_on()}
             append_rows(a.csv, [row | ({"engines": engines_of(a.trl)} if way == TRL else {})])
             print(f"seed {seed}, {way}: {row['curve']}; {row['step_s']} s a step, {row['peak_gib']} GiB", flush=True)
@@ -64,11 +67,12 @@ def main() -> None:
 def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[str, Any]:
     """Return the scores, seconds and peak memory of one run."""
     keys = {"debug.seed": str(seed)} | ({"training.steps": str(steps)} if steps else {})
-    config = with_models(load(find(CONFIG), list(keys.items())))
+    name = CONFIGS.get(way, CONFIG)
+    config = with_models(load(find(name), list(keys.items())))
     load_before = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as folder:
-        if way == OURS:
-            command = run_command({**keys, "job.dump_folder": folder}, config=CONFIG)
+        if way in CONFIGS:
+            command = run_command({**keys, "job.dump_folder": folder}, config=name)
             began = time.time()
             peak = run_and_measure(command, {**CONTROLLER_ENV, **os.environ}, Path(folder) / "log")
             lines = metric_lines(Path(folder), "eval", "rl")

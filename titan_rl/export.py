@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
@@ -24,9 +27,14 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
+from titan_rl.wire.adapters import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Sample
+
+if TYPE_CHECKING:
+    from titan_rl.actors.titan.checkpoint_model import CheckpointModel
 
 COLD_START = "cold_start/"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -163,19 +171,42 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))
         write_assets(policy, partial, dtype)
-        size = sum(file.stat().st_size for file in partial.iterdir())
+        size = sum(file.stat().st_size for file in partial.iterdir() if file.is_file())
         exact = by_trainer(model, sequences)
+        adapted = adapters_proof(source, model, partial, exact, sequences, scratch) if model.config.lora.on else ""
         model.round_weights(getattr(torch, dtype))
         rounded = by_trainer(model, sequences)
         compare_prompts(partial, source.task, policy.tokenizer)
         proof = compare_models(sequences, partial, rounded, judged=source.judges)
     numbers = "scores" if source.judges else "log-probs"
     moved = float(abs(rounded - exact).max())
-    rounding = f"; {dtype} itself moved them by up to {moved:.1e}" if moved else ""
+    cause = f"merging and {dtype}" if adapted else f"{dtype} itself"
+    rounding = f"; {cause} moved them by up to {moved:.1e}" if moved else ""
     return (
         f"step {source.step} is in {final} ({dtype}, {size / 1e6:.1f} MB): {rounded.size} {numbers} from transformers "
-        f"equal the trainer's, {proof}{rounding}"
+        f"equal the trainer's, {proof}{rounding}{adapted}"
     )
+
+
+def adapters_proof(
+    source: Source,
+    model: "CheckpointModel",
+    folder: Path,
+    exact: np.ndarray,
+    sequences: Sequence[Sample],
+    scratch: Path,
+) -> str:
+    """Prove the adapters that were written in PEFT's layout, over the weights that they were trained on. Merge the
+    model's own. Return a line for the user."""
+    base = Path(source.config.model.hf_assets_path or scratch / "base")
+    if not source.config.model.hf_assets_path:
+        base.mkdir()
+        model.write(base, adapters=False)
+        write_assets(source.policy, base, "float32")
+    proof = compare_models(sequences, base, exact, judged=False, adapters=folder / PEFT_FOLDER)
+    model.merge()
+    nbytes = (folder / PEFT_FOLDER / PEFT_WEIGHTS).stat().st_size
+    return f"; {PEFT_FOLDER}/ has the adapters for PEFT ({nbytes / 1e6:.1f} MB), {proof}"
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ def local_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def part_of(name: str, param: Tensor) -> list[tuple[int, int]]:
+    """Return (first index, size) of this rank's part of each dimension."""
+    return [_extent(name, param, dim, own_coordinates) for dim in range(param.dim())]
+
+
 def _extent(name: str, param: Tensor, dim: int, coordinates: Coordinates) -> tuple[int, int]:
     """Return (first index, size) of a rank's part of a dimension, by torch.chunk's arithmetic.
 

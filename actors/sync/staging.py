@@ -7,7 +7,7 @@ There are two slots: a version is packed into one while readers may still use th
 sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the readers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,13 +17,15 @@ from titan_rl.actors import meeting
 from titan_rl.actors.sync.broadcast import Sender
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.held_shards import local_tensors
+from titan_rl.actors.sync.merged import Merged
 from titan_rl.actors.sync.transport import PACKING, How, Memory, broadcasts, octets
-from titan_rl.kernels.pack_weights import pack
+from titan_rl.kernels.pack_weights import pack, pack_one_by_one
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
+Pack = Callable[[Mapping[str, Tensor], Sequence[Copy], Tensor], None]
 SLICE_BYTES = 8 << 20
 """Size of one RDMA read: 4 to 8 MiB measured best over Monarch's TCP fallback."""
 
@@ -44,14 +46,16 @@ class Staging:
         slice_bytes: int = SLICE_BYTES,
         block_bytes: int,
         checksums: bool = True,
+        merged_by: float | None = None,
     ) -> None:
+        """`merged_by`: adapters among the parameters are scaled by this, and added to the weights that are packed."""
         for key, nbytes in {"slice_bytes": slice_bytes, "block_bytes": block_bytes}.items():
             if nbytes < dtype.itemsize:
                 raise ValueError(f"{key}: expected at least one element of {dtype}, found {nbytes} bytes")
         local = local_tensors(params)
         if absent := sorted({copy.name for run in copies.values() for copy in run} - set(local)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
-        self._params = params
+        self._params, self._merged_by = params, merged_by
         self._copies = copies
         self._slice_bytes = slice_bytes
         self._checksums = checksums
@@ -93,7 +97,7 @@ class Staging:
 
     def _pack_blocks(self, slot: int) -> dict[int, list[int]]:
         """Pack block by block. Return the checksums of each run."""
-        local, checksums = local_tensors(self._params), dict[int, list[int]]()
+        (local, pack), checksums = self._current(), dict[int, list[int]]()
         for reader, run in self.runs[slot].items():
             checksums[reader] = []
             for block in self._blocks[reader]:
@@ -105,12 +109,18 @@ class Staging:
     def _pack_runs(self, slot: int) -> dict[int, list[int]]:
         """Pack each run in one launch, which is waited for, and hash it in another, which reads what readers will map.
         Return the checksums of each run."""
-        local = local_tensors(self._params)
+        local, pack = self._current()
         for reader, run in self.runs[slot].items():
             pack(local, self._copies[reader], run)
         if not self._checksums:
             return {reader: [] for reader in self._blocks}
         return {reader: hashed(range(len(self._blocks[reader]))) for reader, hashed in self._hashes[slot].items()}
+
+    def _current(self) -> tuple[Mapping[str, Tensor], Pack]:
+        """Return this rank's tensors, and how they are packed: merged ones are computed one at a time."""
+        if self._merged_by is None:
+            return local_tensors(self._params), pack
+        return Merged(self._params, self._merged_by), pack_one_by_one
 
     def offer(self, *, remote: bool, how: How = "auto") -> dict[int, Offer]:
         """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is

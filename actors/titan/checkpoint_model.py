@@ -7,10 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titan_rl.actors.sync.merged import Merged
+from titan_rl.actors.titan.lora import is_adapter
 from titan_rl.actors.titan.model import TitanModel, local
 from titan_rl.actors.titan.rotary_order import of_earlier_version, reorder
 from titan_rl.actors.titan.summed_writer import load_checkpoint
-from titan_rl.config.sections import ActivationCheckpointSection, CompileSection, Config, ParallelismSection
+from titan_rl.config.sections import (
+    ActivationCheckpointSection,
+    CompileSection,
+    Config,
+    LoraSection,
+    ParallelismSection,
+)
 from titan_rl.wire.model_shape import ModelShape
 
 
@@ -26,14 +34,28 @@ class CheckpointModel(TitanModel):
             config,
             job=replace(config.job, dump_folder=str(scratch)),
             training=replace(config.training, dtype="float32", mixed_precision_param="float32"),
+            lora=replace(config.lora if shape.head == "lm" else LoraSection(), base_dtype="float32"),
             activation_checkpoint=ActivationCheckpointSection(),
             compile=CompileSection(),
         )
         super().__init__(alone, shape, ParallelismSection())
         self.model.eval().requires_grad_(False)
-        load_checkpoint(self.model.state_dict(), folder)
+        state = self.model.state_dict()
+        if alone.lora.on:  # the checkpoint has the adapters alone
+            self.begin()
+            state = {name: value for name, value in state.items() if is_adapter(name)}
+        load_checkpoint(state, folder)
         if of_earlier_version(folder):
             reorder(shape, self.model.named_parameters())
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapters to the weights, and turn them off."""
+        parameters = self.by_hf_name
+        merged = Merged(parameters, self.config.lora.scale)
+        for name in merged.adapters:
+            local(parameters[name]).copy_(merged[name])
+        self.read_adapters("")
 
     @torch.no_grad()
     def round_weights(self, dtype: torch.dtype) -> None:

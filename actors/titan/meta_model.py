@@ -21,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
 from titan_rl.actors.titan import private, titan_cpu
+from titan_rl.actors.titan.lora import is_adapter
 from titan_rl.actors.titan.model import overridden_spec, sharded_model, titan_config
 from titan_rl.actors.titan.spec import hf_names
 from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
@@ -50,14 +51,22 @@ def cut(question: MeshQuestion) -> ShardedModel:
             model.tok_embeddings.weight = model.lm_head.weight
         parameters = list(model.named_parameters())
         names = hf_names(spec, [name for name, _ in parameters])
-        layouts = [shards_of(parameters, names, coordinates_of(rank)) for rank in range(p.world_size)]
-        groups = private.group_sizes(model)
+        adapters = [(name, p) for name, p in parameters if is_adapter(name)]
+        frozen = [(name, p) for name, p in parameters if not is_adapter(name)]  # all are trained without adapters
+        layouts, changed = (
+            [shards_of(some, names, coordinates_of(rank)) for rank in range(p.world_size)]
+            for some in (frozen, adapters)
+        )
+        groups, trained = private.group_sizes(model), private.group_sizes(model, trained=True)
+    held = [elements(a) + elements(b) for a, b in zip(layouts, changed, strict=True)]
     return ShardedModel(
-        held=max(map(elements, layouts)),
+        held=max(held),
         whole=sum(groups.values()),
         block=max(size for name, size in groups.items() if "layers." in name),
         last=max(size for name, size in groups.items() if "lm_head" in name),
         sent=sent(layouts, question),
+        adapters=max(map(elements, changed)),
+        adapters_whole=sum(trained.values()) if adapters else 0,
     )
 
 

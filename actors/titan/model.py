@@ -36,6 +36,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
+from titan_rl.actors.sync.merged import Merged, whole
 from titan_rl.actors.titan import (
     compiled_blocks,
     context_parallel,
@@ -43,6 +44,7 @@ from titan_rl.actors.titan import (
     experts,
     flash_attention,
     heads,
+    lora,
     private,
     titan_cpu,
 )
@@ -53,8 +55,9 @@ from titan_rl.actors.titan.shard_reader import read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
+from titan_rl.wire.adapters import PEFT_FOLDER
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
@@ -100,6 +103,8 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
     routed = experts.OVERRIDES if shape.experts else []
     imports = [heads.OVERRIDES[shape.head], *attention, *routed]
     apply_overrides(OverrideConfig(imports=[*imports, *config.override.imports]), spec.model)
+    if config.lora.on:  # last: overrides look for the very classes of configs, which this replaces
+        lora.add_adapters(spec, config.lora, shape)
     return spec
 
 
@@ -113,6 +118,8 @@ def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: Par
     }
     with torch.device("meta"), titan_utils.set_default_dtype(getattr(torch, config.training.dtype)):
         model = spec.model.build()
+    if config.lora.on:
+        lora.freeze_base(model, getattr(torch, config.lora.base_dtype))
     return spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -176,12 +183,39 @@ class TitanModel:
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
         return model.train()
 
+    def begin(self) -> None:
+        """Read the weights that the config names, or draw them from the seed."""
+        if folder := self.config.model.hf_assets_path:
+            self.read(folder, head=self.shape.head == "lm")  # a reward model in training begins with a new head
+            self.zero_value_head()
+            self.begin_adapters()
+        else:
+            self.initialize()
+
     def initialize(self) -> None:
         config = self.config
+        frozen = overridden_spec(self.shape, replace(config, lora=LoraSection()), self.titan, self.device.type)
         titan_cpu.initialize(
-            self.model, self.spec, self.shape, seed=config.debug.seed, std=config.model.initializer_range
+            self.model,
+            frozen,
+            self.shape,
+            seed=config.debug.seed,
+            std=config.model.initializer_range,
+            dtype=getattr(torch, config.training.dtype),
         )
         self.zero_value_head()
+        self.begin_adapters()
+
+    def begin_adapters(self) -> None:
+        """Draw the adapters, if the model has any. They change no output until they are trained."""
+        if self.config.lora.on:
+            lora.begin_adapters(self.model, self.config.debug.seed)
+
+    @property
+    def synced(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that a weight sync moves. Adapters are added to them, unless vLLM applies adapters."""
+        apart = self.config.lora.sync == "adapter"
+        return [(name, p) for name, p in self.model.named_parameters() if apart or not lora.is_adapter(name)]
 
     def zero_value_head(self) -> None:
         """Set the value head, if the model has one, to zero: every position starts with value 0."""
@@ -271,20 +305,30 @@ class TitanModel:
         names = self.names
         if self.shape.head == "value":
             names = {**names, "lm_head.weight": HF_VALUE_HEAD}
-        wanted = {n: p for n, p in self.model.named_parameters() if head or plain(n) != "lm_head.weight"}
+        parameters = [(n, p) for n, p in self.model.named_parameters() if not lora.is_adapter(n)]
+        wanted = {n: p for n, p in parameters if head or plain(n) != "lm_head.weight"}
         read_shards(Path(folder), wanted, names, self.shape.folder_rows())
 
-    def write(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES) -> None:
-        """Write the weights as Hugging Face safetensors, by default in their own dtype, in files of at most
-        `file_bytes` unless one tensor has more. The caller adds config.json and the tokenizer."""
+    def write(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        file_bytes: int = FILE_BYTES,
+        *,
+        adapters: bool = True,
+    ) -> None:
+        """Write the weights as Hugging Face safetensors, by default in training.dtype, in files of at most `file_bytes`
+        unless one tensor has more. Adapters are added to them, and written beside them in PEFT's layout, unless
+        `adapters` is off. The caller adds config.json and the tokenizer."""
+        written: torch.dtype = dtype or getattr(torch, self.config.training.dtype)
+        adapters = adapters and self.config.lora.on
         with torch.no_grad():
+            self.reshard()
             state = self._to_hf(adapter(self.spec, None))
+            state = {name: value.to(written) for name, value in (self._merged(state) if adapters else state.items())}
             for one, parts in self.shape.fused().items():
                 state[one] = joined([state.pop(part) for part in parts])
-            if dtype is not None:
-                state = {name: value.to(dtype) for name, value in state.items()}
-            itemsize = (dtype or getattr(torch, self.config.training.dtype)).itemsize
-            sizes = {name: itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
+            sizes = {name: written.itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
                 fqn_to_index_mapping=file_numbers(sizes, file_bytes),
@@ -294,6 +338,47 @@ class TitanModel:
             save(state, storage_writer=writer)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
+        if adapters:
+            self._write_adapters(Path(folder))
+
+    def _merged(self, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield a state's tensors by Hugging Face's names, each with its adapter added if it has one."""
+        merged = Merged(self.by_hf_name, self.config.lora.scale)
+        for name, value in state.items():
+            if name not in merged.adapters:
+                yield name, value
+            elif isinstance(value, DTensor):
+                size = {"shape": value.shape, "stride": value.stride()}
+                yield name, DTensor.from_local(merged[name], value.device_mesh, value.placements, **size)
+            else:
+                yield name, merged[name]
+
+    def _write_adapters(self, folder: Path) -> None:
+        tensors = {
+            self.names[name]: whole(parameter).to("cpu", copy=True)
+            for name, parameter in self.model.named_parameters()
+            if lora.is_adapter(name)
+        }
+        if dist.get_rank() == 0:
+            base = self.config.model.hf_assets_path
+            base = str(Path(base).absolute()) if base else ""
+            lora.write_peft(folder / PEFT_FOLDER, tensors, self.config.lora, self.shape, base)
+
+    def read_adapters(self, folder: str | Path) -> None:
+        """Load the adapters of an exported folder; without one, set B to zero, which turns the adapters off."""
+        back = {hf: plain(name) for name, hf in self.names.items()}
+        if folder:
+            tensors = lora.read_peft(Path(folder) / PEFT_FOLDER)
+            titan_cpu.load_whole(self.model, {back[name]: tensor for name, tensor in tensors.items()})
+            return
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if lora.is_adapter(name) and ".lora_b." in name:
+                    local(parameter).zero_()
+
+    @property
+    def by_hf_name(self) -> dict[str, torch.nn.Parameter]:
+        return {self.names[name]: parameter for name, parameter in self.model.named_parameters()}
 
     def _to_hf(self, translate: Any) -> dict[str, Any]:
         state = translate.to_hf(self.model.state_dict())
@@ -306,11 +391,15 @@ class FrozenWeights:
     """This rank's shards of a second, frozen set of weights, which are swapped into a model for a forward."""
 
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
-        self._model = model
-        model.reshard()
-        self._shards = [local(p).clone() for p in model.model.parameters()]
+        self._hold(model, list(model.model.parameters()))
         model.read(folder)
+        model.read_adapters("")
         self._exchange()
+
+    def _hold(self, model: TitanModel, parameters: list[torch.nn.Parameter]) -> None:
+        self._model, self._parameters = model, parameters
+        model.reshard()
+        self._shards = [local(parameter).clone() for parameter in parameters]
 
     @contextmanager
     def swapped_in(self) -> Iterator[TitanModel]:
@@ -324,12 +413,21 @@ class FrozenWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         self._model.reshard()
-        for parameter, shard in zip(self._model.model.parameters(), self._shards, strict=True):
+        for parameter, shard in zip(self._parameters, self._shards, strict=True):
             live = local(parameter)
             saved = live.clone()
             live.copy_(shard)
             shard.copy_(saved)
         self._model.reshard()
+
+
+class FrozenAdapters(FrozenWeights):
+    """Frozen adapters from an exported folder, or none, over the model's own frozen weights."""
+
+    def __init__(self, model: TitanModel, folder: str | Path = "") -> None:
+        self._hold(model, [p for name, p in model.model.named_parameters() if lora.is_adapter(name)])
+        model.read_adapters(folder)
+        self._exchange()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from titan_rl.actors.endpoint import busy_seconds
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
+from titan_rl.actors.titan.lora import TrainedState
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
@@ -109,10 +110,13 @@ class Phase:
             sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
             base_folder=config.job.dump_folder,
         )
+        trained = (TrainedState if config.lora.on else ModelWrapper)([model.model])
+        if config.checkpoint.enable and config.lora.on:
+            self._checkpoints.states[MODEL] = trained
         # The same states as in a checkpoint. The manager has none where checkpoint.enable is off.
         self._copies = StateCopy(
             {
-                MODEL: ModelWrapper([model.model]),
+                MODEL: trained,
                 OPTIMIZER: self._optimizers,
                 LR_SCHEDULER: self._schedulers,
                 TRAIN_STATE: self.state,

@@ -104,13 +104,15 @@ def gathers_together(module: FSDPModule) -> bool:
     return len(module._get_fsdp_state()._fsdp_param_groups) == 1
 
 
-def group_sizes(model: torch.nn.Module) -> dict[str, int]:
-    """Return the number of parameters that a rank has after FSDP2 gathered a group, by the names of its modules."""
+def group_sizes(model: torch.nn.Module, *, trained: bool = False) -> dict[str, int]:
+    """Return the number of parameters, or of `trained` ones, that a rank has after FSDP2 gathered a group, by the names
+    of its modules."""
     names, sizes = dict[int, str](), dict[int, int]()
     for name, module in model.named_modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
             names[id(group)] = f"{names.get(id(group), '')} {name}".strip()
-            sizes[id(group)] = sum(parameter._orig_size.numel() for parameter in group.fsdp_params)
+            counted = [p for p in group.fsdp_params if p.sharded_param.requires_grad or not trained]
+            sizes[id(group)] = sum(parameter._orig_size.numel() for parameter in counted)
     summed = Counter[str]()
     for group, size in sizes.items():  # experts that are dealt to ranks are a separate group in their block
         summed[names[group]] += size

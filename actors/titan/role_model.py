@@ -5,13 +5,15 @@ RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
   └─ FrozenWeights "reference", "teacher"     trainer only, for roles without a separate mesh
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from titan_rl.actors.titan.model import FrozenWeights, TitanModel, local, shared_keys
+from titan_rl.actors.titan.model import FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
-from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.wire.checkpoint_sums import FOLDER
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.reports import StepStats
@@ -23,6 +25,8 @@ COLD_START_WARMUP_STEPS = 20
 
 class RoleModel(TitanModel):
     def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
+        if role != "trainer":
+            config = replace(config, lora=LoraSection())
         super().__init__(config, shape, parallelism)
         self.role: RoleName = role
         self._objectives = Objectives(self, config)
@@ -30,10 +34,7 @@ class RoleModel(TitanModel):
         self._phase: Phase | None = None
         self._phase_name: PhaseName = "rl"
         if role == "trainer":
-            if config.model.hf_assets_path:
-                self.load_weights(config.model.hf_assets_path)
-            else:
-                self.initialize()
+            self.begin()
         elif role != "critic":
             self.model.eval().requires_grad_(False)
 
@@ -42,13 +43,14 @@ class RoleModel(TitanModel):
         that `scores` takes."""
         if lent:
             self._settle()
-            self._lent[lent] = FrozenWeights(self, folder)
+            if lent == "reference" and self.config.lora.on:  # what RL begins with: no adapters, or the cold start's
+                self._lent[lent] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
+            else:
+                self._lent[lent] = FrozenWeights(self, folder)
             return
         self.close()
         head = True
-        if self.role == "trainer":
-            head = self.shape.head == "lm"  # a reward model in training begins with a new head
-        elif self.role == "critic":
+        if self.role == "critic":
             head = shape_of_folder(folder, "critic.hf_assets_path").head == "value"  # a reward model: its head is kept
         self.read(folder, head=head)
         if not head:

@@ -26,10 +26,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_rl.actors.titan import family_parts, private
 from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
+from titan_rl.wire.adapters import adapter_names
 from titan_rl.wire.model_families import BEFORE, NormPlace
 from titan_rl.wire.model_shape import ModelShape
 
 NO_DIMENSION = -1
+ADAPTER = re.compile(r"\.lora_([ab])(?=\.weight$)")
 Init = dict[str, Callable[..., Any]]
 
 
@@ -199,6 +201,10 @@ def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
     back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:
+        if ".lora_" in name:
+            weight, matrix = ADAPTER.sub("", name), ADAPTER.search(name)
+            assert matrix
+            return adapter_names(hf(weight))["ab".index(matrix[1])]
         layer = re.search(r"\d+", name)
         generic = re.sub(r"\d+", "{}", plain(name), count=1)
         if generic not in back:

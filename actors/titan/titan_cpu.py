@@ -55,14 +55,15 @@ def gathers_once(model: torch.nn.Module, ranks: int) -> bool:
     return ON_CPU and copies <= host_memory() // 8
 
 
-def initialize(model: torch.nn.Module, spec: ModelSpec, shape: ModelShape, *, seed: int, std: float) -> None:
-    """Draw the same random weights on any mesh: draw an unsharded copy from the seed, then keep this rank's part.
-    Matrices are normal with `std`; if `std` is 0, TorchTitan's initializers apply.
+def initialize(
+    model: torch.nn.Module, spec: ModelSpec, shape: ModelShape, *, seed: int, std: float, dtype: torch.dtype
+) -> None:
+    """Draw the same random weights on any mesh: draw an unsharded copy in `dtype` from the seed, then keep this rank's
+    part. Matrices are normal with `std`; if `std` is 0, TorchTitan's initializers apply.
 
     This needs one unsharded copy in host memory, so it is for models small enough to train from random weights.
     """
-    parameter = next(model.parameters())
-    with torch.device("meta"), titan_utils.set_default_dtype(parameter.dtype):
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         whole = spec.model.build()
     whole.to_empty(device="cpu")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -85,7 +86,7 @@ def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
     wrapped = {}
     for name, value in state.items():
         like = sharded[name]
-        value = value.to(like.device)
+        value = value.to(like.device, like.dtype)
         wrapped[name] = (
             DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
             if isinstance(like, DTensor)

@@ -31,9 +31,11 @@ def on_device(config: Config, device: str) -> Config:
     compute = (computes or ["bfloat16" if cuda else "float32"])[0]
     recompute = "selective" if cuda and t.seq_len >= RECOMPUTED_FROM else "none"
     batched = max(BATCHED_TOKENS, g.max_model_len or t.seq_len, g.max_num_seqs) if cuda else 0
+    forward = chosen(t.mixed_precision_param, compute)
     return replace(
         config,
-        training=replace(t, mixed_precision_param=chosen(t.mixed_precision_param, compute)),
+        lora=replace(config.lora, base_dtype=chosen(config.lora.base_dtype, forward)),
+        training=replace(t, mixed_precision_param=forward),
         activation_checkpoint=replace(
             config.activation_checkpoint, mode=chosen(config.activation_checkpoint.mode, recompute)
         ),

@@ -1,4 +1,4 @@
-"""Keys of the model and its training: [model] [training] [optimizer] [lr_scheduler] [parallelism]
+"""Keys of the model and its training: [model] [lora] [training] [optimizer] [lr_scheduler] [parallelism]
 [activation_checkpoint] [compile] [checkpoint] [cold_start]."""
 
 from dataclasses import dataclass, field, replace
@@ -39,6 +39,32 @@ class ModelSection:
     head_dtype: HeadDtype = "model"
     """Dtype of the logits, in the trainers and in vLLM. "model": as in the forward, so bfloat16 rounds each logit to
     8 bits. "float32": keep the float32 sums of the products, for a smaller gap between the two log-probs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    rank: int = bounds(0, ge=0, le=4096)
+    """Rank of the adapters that are trained in place of the policy's weights, which stay as they are (LoRA,
+    docs/models.md). 0: train all weights."""
+    alpha: float = bounds(32.0, gt=0, le=1e6)
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers of every block with an adapter: q, k, v, o, gate, up, down. k and v go together. Empty: all that
+    the family has; with experts q, k, v, o."""
+    base_dtype: DtypeChoice = "auto"
+    """Dtype in which the trainer keeps the frozen weights. Adapters have training.dtype. "auto":
+    training.mixed_precision_param."""
+    sync: Literal["merge", "adapter"] = "merge"
+    """What a weight sync moves: "merge" the whole model, with the adapters added to its weights; "adapter" the adapters
+    alone, which vLLM applies."""
+
+    @property
+    def on(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from titan_rl.config.model_sections import (
     CheckpointSection,
     ColdStartSection,
     CompileSection,
+    LoraSection,
     LRSchedulerSection,
     ModelSection,
     OptimizerSection,
@@ -74,6 +75,7 @@ class Config:
     job: JobSection = field(default_factory=JobSection)
     task: TaskSection = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)

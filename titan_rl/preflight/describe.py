@@ -16,6 +16,7 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
+from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR, adapter_parameters, targets, trained_parameters
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
@@ -41,6 +42,8 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     facts = [("model", model), ("task", task(setup))]
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
+    if config.lora.on:
+        facts.append(("lora", adapters(config, shape)))
     meshes = [model_row(setup, "trainer", config.parallelism, shape)]
     if config.curriculum.on:
         facts.append(("curriculum", curriculum(config)))
@@ -84,6 +87,16 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     remarks = [*warnings, *too_large, *setup.dropped, *setup.resume_notes, *ignored]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
+
+
+def adapters(config: Config, shape: ModelShape) -> str:
+    lora, trained = config.lora, adapter_parameters(config.lora, shape)
+    return (
+        f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(targets(lora, shape))}: {count(trained)} "
+        f"trained parameters ({trained / shape.parameters:.2%}), {size(trained * BYTES[config.training.dtype])}; the "
+        f"others frozen in {lora.base_dtype}; the best rate is about {WHOLE_MODEL_FACTOR} times the whole model's "
+        '("LoRA Without Regret", Thinking Machines, 2025)'
+    )
 
 
 def disk(setup: Setup, too_large: list[str]) -> str:
@@ -176,15 +189,20 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     config, training = setup.config, setup.config.training
     if name == "critic":
         shape = shape.with_value_head()
+    adapted = name == "trainer" and config.lora.on
     weights = shape.parameters * BYTES[training.dtype]
+    trained = trained_parameters(config.lora, shape) if adapted else shape.parameters
     shards = p.shards * p.tensor_parallel_degree
     holds = f"frozen weights {size(weights // shards)} per rank"
     if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
-        holds = f"weights, gradients, AdamW: {size(4 * weights // shards)} per rank"
+        holds = f"weights, gradients, AdamW: {size(4 * trained * BYTES[training.dtype] // shards)} per rank"
+    if adapted:
+        frozen = shape.parameters * BYTES[config.lora.base_dtype]
+        holds = f"frozen weights {size(frozen // shards)}, adapters with {holds.removeprefix('weights, ')}"
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
     if name in ("trainer", "critic") and config.fault.snapshot_interval:
-        snapshot = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
+        snapshot = snapshot_bytes(trained, training.dtype, p.data_parallel_replicate_degree)
         holds += f"; snapshots {size(snapshot)} of host memory"
     compute = training.mixed_precision_param
     dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"

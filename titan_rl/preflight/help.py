@@ -40,6 +40,7 @@ SECTIONS = {
     "job": "the run's folder",
     "task": "rows, prompts, chat template and rewards",
     "model": "the policy: a Hugging Face folder, or sizes of a new model",
+    "lora": "adapters that are trained in place of all weights",
     "cold_start": "supervised steps before RL",
     "curriculum": "which problems come again, and when",
     "rollout": "how many answers are sampled, how long, how hot, how old",

@@ -8,14 +8,16 @@ docs/clusters.md lists them with their sources.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, resolved
-from titan_rl.config.sections import BYTES, Config, MemorySection, ParallelismSection
+from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
+from titan_rl.wire.adapters import adaptable, adapter_sizes, cut_by_tensor_parallelism, targets, trained_parameters
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 from titan_rl.wire.snapshot import peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
@@ -32,6 +34,7 @@ CPU_ELEMENTS = 3 * 2**19
 MEMORY_SHARE = 4  # all microbatches at once take at most a quarter of the host's memory
 Cut = Mapping[str, ShardedModel]
 """How TorchTitan cuts the models, by mesh."""
+NO_LORA = LoraSection()
 UNKNOWN: Cut = MappingProxyType({})
 
 
@@ -110,38 +113,46 @@ class Estimate:
         return ", ".join([*named, f"CUDA and fragmentation {gib(self.overhead.nbytes)}"])
 
 
-def by_formula(shape: ModelShape, p: ParallelismSection) -> ShardedModel:
+def by_formula(shape: ModelShape, p: ParallelismSection, lora: LoraSection = NO_LORA) -> ShardedModel:
     """Return how a model is cut where every size divides evenly; a dry run asks TorchTitan (sharding.py)."""
     tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
     again = head_parameters(shape) if shape.tied and tp > 1 else 0  # FSDP2 then gathers a tied weight for both users
     stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a block, of which a rank gathers its own
     fewer = stack // tp - stack // ep if ep > 1 else 0
+    sizes = adapter_sizes(lora, shape)
+    added = sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
     return ShardedModel(
-        held=shape.parameters // (p.shards * tp),
-        whole=(shape.parameters + again) // tp - shape.n_layers * fewer,
-        block=block_parameters(shape) // tp - fewer,
+        held=(shape.parameters // tp + added) // p.shards,
+        whole=(shape.parameters + again) // tp - shape.n_layers * fewer + added,
+        block=block_parameters(shape) // tp - fewer + added // shape.n_layers,
         last=(head_parameters(shape) + again) // tp,
+        adapters=added // p.shards,
+        adapters_whole=added,
     )
 
 
 def trained(
     config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None, *, lent: int = 0
 ) -> Estimate:
-    """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own."""
-    t, sharded = config.training, sharded or by_formula(shape, p)
-    each, own = BYTES[t.dtype], count(sharded.held)
-    weights = sharded.held * each
-    copies = f" x {1 + lent} models" if lent else ""
-    state = {
-        "weights": MemoryPart(weights * (1 + lent), f"{own} own parameters x {each}{copies}"),
-        "optimizer": MemoryPart(2 * weights, f"{own} x {each} x 2 moments"),
-    }
-    reduced = {"gradients": MemoryPart(weights, f"{own} x {each}, from the first backward to the update")}
+    """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own. With
+    adapters only they have gradients and an optimizer."""
+    t, lora, sharded = config.training, config.lora, sharded or by_formula(shape, p, config.lora)
+    each, changed = BYTES[t.dtype], sharded.adapters or sharded.held
+    own, copies = count(changed), f" x {1 + lent} models" if lent else ""
+    state = {"weights": MemoryPart(changed * each * (1 + lent), f"{own} own parameters x {each}{copies}")}
+    if sharded.adapters:
+        fixed, small = sharded.held - sharded.adapters, BYTES[lora.base_dtype]
+        state = {
+            "frozen weights": MemoryPart(fixed * small * (1 + lent), f"{count(fixed)} own x {small}{copies}"),
+            "adapters": MemoryPart(changed * each, f"{own} x {each}"),
+        }
+    state["optimizer"] = MemoryPart(2 * changed * each, f"{own} x {each} x 2 moments")
+    reduced = {"gradients": MemoryPart(changed * each, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
     peak = {
         **reduced,
-        "gradients before reduction": unreduced(config, sharded),
+        "gradients before reduction": unreduced(config, shape, sharded),
         "gathered weights": gathered(config, p, sharded),
         "activations": activations(config, shape, p),
         "head": head(config, shape, p),
@@ -220,14 +231,17 @@ def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> Me
     return MemoryPart((2 * sharded.block + sharded.last) * each, formula)
 
 
-def unreduced(config: Config, sharded: ShardedModel) -> MemoryPart:
+def unreduced(config: Config, shape: ModelShape, sharded: ShardedModel) -> MemoryPart:
     """Return a rank's gradients before they are reduced: of all parameters, or of one FSDP2 group, as computed and as
     they are reduced."""
     t = config.training
     reduced = BYTES["float32"]
     if t.gradient_sync == "update":
-        return MemoryPart(sharded.whole * reduced, f"all {count(sharded.whole)} x {reduced}, kept until the update")
+        whole = sharded.adapters_whole or sharded.whole
+        return MemoryPart(whole * reduced, f"all {count(whole)} x {reduced}, kept until the update")
     group, computed = max(sharded.block, sharded.last), BYTES[t.mixed_precision_param]
+    if sharded.adapters:
+        group = sharded.adapters_whole // shape.n_layers
     return MemoryPart(group * (computed + reduced), f"one group of {count(group)} x ({computed} + {reduced})")
 
 
@@ -255,18 +269,20 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         return stream
     if mode == "offload":  # the stream is on the host
         return 0
+    adapted = adapted_per_token(config, shape, p) if config.lora.on else 0
     if mode == "selective" and shape.experts:  # their products are computed again
-        return stream + attention + queries + keys + 12 * shape.experts_per_token
+        return stream + attention + queries + keys + 12 * shape.experts_per_token + adapted
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
-        return 2 * stream + attention + queries + keys + wide
+        return 2 * stream + attention + queries + keys + wide + adapted
     norms = len(shape.parts.norms) * (stream + 4)  # the input, and a float32
     rotary = 8 * shape.head_dim  # its cosines and sines
     if shape.qk_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
+    narrow = len(targets(config.lora, shape)) * config.lora.rank * each  # what A computes, which B's gradient needs
     gathered_keys = 2 * keys * p.context_parallel_degree  # at most: attention keeps whole rows' keys and values
-    return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed
+    return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed + narrow
 
 
 def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
@@ -274,6 +290,20 @@ def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> in
     two. Two microbatches' overlap while the host is ahead of the GPU."""
     each = tokens(config, p) * shape.dim * BYTES[config.training.mixed_precision_param] // p.tensor_parallel_degree
     return 2 * shape.n_layers * (1 << (each - 1).bit_length())
+
+
+def adapted_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
+    """Return what adapters add to what a block keeps per token under selective recomputation. Every second product is
+    kept: with all adapters those with W and B of one layer, and that with A of the next."""
+    each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
+    wide = shape.hidden_dim // tp
+    sizes = {"q": shape.n_heads * shape.head_dim // tp, "k": shape.n_kv_heads * shape.head_dim // tp}
+    sizes |= {"v": sizes["k"], "o": shape.dim // tp, "gate": wide, "up": wide, "down": shape.dim // tp}
+    layers = [name for name in sizes if name in adaptable(shape)]  # in the order in which they are computed
+    adapted = targets(config.lora, shape)
+    products = [[sizes[name]] + [config.lora.rank, sizes[name]] * (name in adapted) for name in layers]
+    kept, before = list(chain.from_iterable(products))[::2], [sizes[name] for name in layers][::2]
+    return (sum(kept) - sum(before)) * each
 
 
 def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
@@ -351,10 +381,10 @@ def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKN
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
         by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
-    shapes = role_shapes(config, shape)
+    shapes, whole = role_shapes(config, shape), replace(config, lora=LoraSection())
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
-        own = estimate(config, shapes[name], role.parallelism, sharded.get(name))
+        own = estimate(whole, shapes[name], role.parallelism, sharded.get(name))
         by_mesh[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
     return by_mesh
 
@@ -401,9 +431,9 @@ def far(measured: int, estimated: int) -> bool:
 
 
 def lent(config: Config) -> list[str]:
-    """Return the frozen models that the trainer holds besides its own."""
+    """Return the frozen models that the trainer holds besides its own. Without its adapters it is the reference."""
     a = config.algorithm
-    reference = a.needs_reference and config.reference.mesh == "trainer"
+    reference = a.needs_reference and config.reference.mesh == "trainer" and not config.lora.on
     teacher = a.needs_teacher and config.teacher.mesh == "trainer"
     return ["reference"] * reference + ["teacher"] * teacher
 
@@ -550,7 +580,8 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
             held[home]["received weights"] += arriving[home]  # once: its replicas share what one of them reads
     for name, p in trained_meshes(config).items():
         if config.fault.snapshot_interval:
-            whole = snapshot_bytes(shape.parameters, config.training.dtype, p.data_parallel_replicate_degree)
+            trained = trained_parameters(config.lora, shape) if name == "trainer" else shape.parameters
+            whole = snapshot_bytes(trained, config.training.dtype, p.data_parallel_replicate_degree)
             for host in hosts[name]:
                 held[host]["snapshots"] += whole // p.world_size
             for host in hosts[name] if config.hosts.at_addresses else ():
@@ -558,11 +589,18 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
                     held[peer]["peers' snapshots"] += whole // p.world_size
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
-                held[host]["offloaded states"] += 4 * sharded[name].held * BYTES[config.training.dtype]
+                held[host]["offloaded states"] += offloaded(config, sharded[name])
         if config.activation_checkpoint.mode == "offload":
             for host in hosts[name]:
                 held[host]["block inputs"] += block_inputs(config, shape, p)
     return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
+
+
+def offloaded(config: Config, sharded: ShardedModel) -> int:
+    """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded."""
+    trained = 4 * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
+    frozen = sharded.held - sharded.adapters if sharded.adapters else 0
+    return trained + frozen * BYTES[config.lora.base_dtype]
 
 
 def trained_meshes(config: Config) -> dict[str, ParallelismSection]:

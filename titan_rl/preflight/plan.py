@@ -25,6 +25,7 @@ from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.adapters import trained_parameters
 from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
@@ -74,9 +75,10 @@ class Setup:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all trained models: each parameter's value, and Adam's two moments."""
-        models = 1 + self.config.algorithm.needs_critic
-        return models * TENSORS * self.shape.parameters * BYTES[self.config.training.dtype]
+        """Bytes of a checkpoint of all trained models: each trained parameter's value, and Adam's two moments."""
+        critic = self.shape.parameters * self.config.algorithm.needs_critic
+        trained = trained_parameters(self.config.lora, self.shape) + critic
+        return TENSORS * trained * BYTES[self.config.training.dtype]
 
     @property
     def finished(self) -> bool:

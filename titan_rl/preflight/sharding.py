@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_rl.actors.vllm.vllm_params import pieces
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, LoraSection
 from titan_rl.preflight.checks.machine import check_gpu_memory, check_host_memory
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.plan import Setup
@@ -48,7 +48,8 @@ def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
     tp, shapes = config.generator.tensor_parallel_degree, role_shapes(config, shape)
     readers = [pieces(shape, tp=tp, rank=rank) for rank in range(tp)] if config.samples_rollouts else []
     trainer = MeshQuestion(config, shape, config.parallelism, readers)
-    roles = {name: MeshQuestion(config, shapes[name], role.parallelism) for name, role in config.roles.items()}
+    whole = replace(config, lora=LoraSection())  # other models are no adapters
+    roles = {name: MeshQuestion(whole, shapes[name], role.parallelism) for name, role in config.roles.items()}
     return {"trainer": trainer, **roles}
 
 

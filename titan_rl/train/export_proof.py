@@ -1,6 +1,7 @@
 """Proves that an exported folder is the trainer's model: transformers, which knows nothing of this project, loads it
 and must give the same tokens and the same log-probs (a reward model or critic: the same scores)."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from titan_rl.batch.packing import pack, unpack
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
+from titan_rl.wire.adapters import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, adapter_names
 from titan_rl.wire.types import Sample
 
 if TYPE_CHECKING:
@@ -45,13 +47,18 @@ def by_trainer(model: "TitanModel", sequences: Sequence[Sample]) -> np.ndarray:
     return np.concatenate([a[np.array(s.mask) > 0] for a, s in zip(answers, sequences, strict=True)])
 
 
-def by_transformers(folder: Path, sequences: Sequence[Sample], dtype: str, *, judged: bool) -> np.ndarray:
-    """Return the same from transformers' model of the folder, computed in this dtype."""
+def by_transformers(
+    folder: Path, sequences: Sequence[Sample], dtype: str, *, judged: bool, adapters: Path | None = None
+) -> np.ndarray:
+    """Return the same from transformers' model of the folder, computed in this dtype. `adapters`: a folder in PEFT's
+    layout, whose adapters are added to the weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if adapters is not None:
+        add_adapters(model, adapters)
     results: list[torch.Tensor] = []
     with torch.no_grad():
         for sample in sequences:
@@ -62,14 +69,34 @@ def by_transformers(folder: Path, sequences: Sequence[Sample], dtype: str, *, ju
     return torch.cat(results).numpy()
 
 
-def compare_models(sequences: Sequence[Sample], folder: Path, expected: np.ndarray, *, judged: bool) -> str:
+def add_adapters(model: Any, folder: Path) -> None:
+    """Add adapters to the weights of transformers' model, as PEFT defines them."""
+    import torch
+    from safetensors.torch import load_file
+
+    settings = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / PEFT_WEIGHTS).items()}
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in parameters.items():
+            a, b = adapter_names(name)
+            if a in tensors:
+                change = tensors.pop(b).to(weight.dtype) @ tensors.pop(a).to(weight.dtype)
+                weight += settings["lora_alpha"] / settings["r"] * change
+    if tensors:
+        raise ProofFailed(f"expected a weight of {folder.parent} for every adapter, found none for {min(tensors)}")
+
+
+def compare_models(
+    sequences: Sequence[Sample], folder: Path, expected: np.ndarray, *, judged: bool, adapters: Path | None = None
+) -> str:
     """Return how far transformers is from the trainer's model. Raise if that is above the tolerance, and more than
     float32 arithmetic explains: a sharp model magnifies its rounding."""
-    theirs = by_transformers(folder, sequences, "float32", judged=judged)
+    theirs = by_transformers(folder, sequences, "float32", judged=judged, adapters=adapters)
     apart = np.abs(theirs - expected).max()
     if apart <= TOLERANCE:
         return f"largest difference {apart:.1e}"
-    exact = by_transformers(folder, sequences, "float64", judged=judged)
+    exact = by_transformers(folder, sequences, "float64", judged=judged, adapters=adapters)
     errors, noise = np.abs(expected - exact), np.abs(theirs - exact).max()
     if not errors.max() <= NOISE * noise:  # NaN fails
         worst = int(errors.argmax())

@@ -299,6 +299,8 @@ class ShardedModel:
     block: int  # in the largest transformer block, gathered
     last: int  # in the head's group, gathered
     sent: Sequence[Sequence[int]] = ()  # moved by a weight sync, by rank and reader; empty without readers
+    adapters: int = 0  # of `held`; if there are any, nothing else is trained (LoRA)
+    adapters_whole: int = 0  # of `whole`
 
 
 @dataclass(frozen=True, slots=True)

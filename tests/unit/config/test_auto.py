@@ -19,6 +19,7 @@ def of_device(config: Config, device: str) -> dict[str, object]:
     """Return the keys that a device decides, with their values."""
     found = on_device(config, device)
     sections = {
+        "lora": ["base_dtype"],
         "training": ["mixed_precision_param"],
         "activation_checkpoint": ["mode"],
         "checkpoint": ["async_mode"],
@@ -74,6 +75,7 @@ def test_a_resolved_config_resolves_to_itself_and_has_no_auto(name: str, device:
 def test_a_device_decides_what_an_expert_would_write() -> None:
     config = load(find("grpo_llama"), [("rollout.max_staleness_steps", "1"), ("training.seq_len", "4096")])
     assert of_device(config, "cpu") == {
+        "lora.base_dtype": "float32",
         "training.mixed_precision_param": "float32",
         "activation_checkpoint.mode": "none",
         "checkpoint.async_mode": "disabled",
@@ -84,6 +86,7 @@ def test_a_device_decides_what_an_expert_would_write() -> None:
         "weight_sync.in_flight": "swap",
     }
     assert of_device(config, "cuda") == {
+        "lora.base_dtype": "bfloat16",
         "training.mixed_precision_param": "bfloat16",
         "activation_checkpoint.mode": "selective",
         "checkpoint.async_mode": "async_with_pinned_mem",
@@ -118,6 +121,7 @@ def test_other_keys_change_what_a_gpu_decides(keys: dict[str, object], key: str,
 
 def test_what_a_file_sets_wins() -> None:
     given: dict[str, Any] = {
+        "lora.base_dtype": "bfloat16",
         "training.mixed_precision_param": "float32",
         "activation_checkpoint.mode": "full",
         "checkpoint.async_mode": "async",

@@ -2,6 +2,7 @@
 operations that save tensors on a GPU (FlashAttention, fused RMSNorm)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.tools.utils import set_default_dtype
 
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
-from titan_rl.actors.titan import document_attention, experts
+from titan_rl.actors.titan import document_attention, experts, lora
 from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.context_parallel import Part, cut, group_mesh
 from titan_rl.actors.titan.meta_model import fake_ranks
 from titan_rl.actors.titan.spec import build_spec
-from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Rows
@@ -56,14 +57,24 @@ def _fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: rms_norm(x, weight)[0])
 
 
-def counted(shape: ModelShape, layers: int, mode: str, cp_mesh: DeviceMesh | None = None) -> tuple[int, int]:
+def counted(
+    shape: ModelShape,
+    layers: int,
+    mode: str,
+    cp_mesh: DeviceMesh | None = None,
+    adapters: LoraSection | None = None,
+) -> tuple[int, int]:
     """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward. With
     `cp_mesh` the rank has the last part of a document."""
     spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
     attention = document_attention.overrides("cuda", "bfloat16") if cp_mesh else []
     apply_overrides(OverrideConfig(imports=[*attention, *(experts.OVERRIDES if shape.experts else ())]), spec.model)
+    if adapters:
+        lora.add_adapters(spec, adapters, shape)
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         whole: Any = spec.model.build()
+    if adapters:
+        lora.freeze_base(whole, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = whole.to_empty(device="cpu")
         if CHECKPOINTING[mode]:
@@ -123,6 +134,26 @@ def test_a_part_of_a_row_keeps_the_keys_of_all_of_it(shape: ModelShape, mode: st
         (one, _), (two, temporary) = counted(shape, 1, mode, mesh), counted(shape, 2, mode, mesh)
     assert two - one == TOKENS * kept_per_token(config, shape, p, mode) + (0 if mode == "full" else 16)
     assert temporary <= TOKENS * gradients_per_token(config, shape, p)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("targets", [[], ["q", "k", "v"], ["up", "down"]], ids=str)
+def test_a_block_with_adapters_keeps_the_estimated_activations(
+    targets: list[str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):  # the tracker hooks frozen parameters too
+        real = getattr(torch.Tensor, name)
+        none = SimpleNamespace(remove=lambda: None)
+        hooked = lambda self, hook, real=real, none=none: real(self, hook) if self.requires_grad else none  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, hooked)
+    adapters, shape = LoraSection(rank=16, targets=targets), LLAMA_8B
+    config = Config(lora=adapters)
+    config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
+    (two, _), (three, temporary) = (counted(shape, n, mode, adapters=adapters) for n in (2, 3))
+    estimated = TOKENS * kept_per_token(config, shape, config.parallelism, mode)
+    assert two < three <= two + estimated + 16
+    assert targets or three == two + estimated + 16 * (mode != "full")
+    assert temporary <= TOKENS * gradients_per_token(config, shape, config.parallelism)
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B, LLAMA_8B.with_value_head()])

@@ -17,10 +17,14 @@ from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
-FETCHED = ("grpo_smollm2", "grpo_smollm2_mixed")  # their model needs a network the first time
+FETCHED = ("grpo_smollm2", "grpo_smollm2_lora", "grpo_smollm2_mixed")  # their model needs a network the first time
 GPU_CONFIGS = {
     "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "no byte leaves its host"]),
     "grpo_llama3_8b_colocated": (LLAMA_8B, ["FSDP2 8", "vLLM x 8", "sleeping engine", "waiting trainer"]),
+    "grpo_llama3_8b_lora_24gb": (
+        LLAMA_8B,
+        ["41.9M trained parameters (0.52%), 160 MiB", "frozen weights 15 GiB, adapters with gradients, AdamW: 640 MiB"],
+    ),
     "grpo_qwen3_0_6b_1gpu": (QWEN_600M, ["596M parameters", "FSDP2 1", "vLLM x 1", "1.11 GiB per version"]),
     "grpo_llama3_70b": (
         LLAMA_70B,
@@ -76,8 +80,8 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
     flags = [*data, *assets(tmp_path / "model", shape), "--job.dump_folder", str(dump)]
     assert main(["--config", name, "--dry-run", *flags]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    hosts = load(find(name)).hosts.number
-    expected += ["optimizer.lr 1e-06", "rollout.temperature 1, rollout.max_new_tokens 1024, algorithm.clip_low 0.2"]
+    hosts, lr = load(find(name)).hosts.number, load(find(name)).optimizer.lr
+    expected += [f"optimizer.lr {lr:g}", "rollout.temperature 1, rollout.max_new_tokens 1024, algorithm.clip_low 0.2"]
     expected += ["generator.dtype bfloat16", "generator.enforce_eager false", "async_mode async_with_pinned_mem"]
     expected += ["GiB by estimate", "concurrency", "staged weights", f"{hosts} hosts" if hosts > 1 else "another host"]
     assert [text for text in expected if text not in out] == []

@@ -7,7 +7,7 @@ import pytest
 
 from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.auto import on_device
-from titan_rl.config.sections import Config, ModelSection, ParallelismSection
+from titan_rl.config.sections import Config, LoraSection, ModelSection, ParallelismSection
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.memory import GIB, HostLoad, by_formula, host_loads, needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
@@ -45,6 +45,8 @@ CUT = {
     for (name, shape), (i, p) in product(SHAPES.items(), enumerate(MESHES))
     if shape.n_kv_heads % p.tensor_parallel_degree == 0
 }
+LORA = replace(USUAL, lora=LoraSection(rank=16, base_dtype="bfloat16"))
+CUT |= {f"adapters {i}": MeshQuestion(LORA, SHAPES["llama"], p) for i, p in enumerate(MESHES[:4])}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +58,8 @@ def cuts() -> dict[str, ShardedModel]:
 def test_the_formula_agrees_with_torchtitan(cuts: dict[str, ShardedModel]) -> None:
     """To 1%: norms are not cut by tensor parallelism, and each parameter is cut by itself."""
     for name, question in CUT.items():
-        expected = by_formula(question.shape, question.parallelism)
-        for part in ("held", "whole", "block", "last"):
+        expected = by_formula(question.shape, question.parallelism, question.config.lora)
+        for part in ("held", "whole", "block", "last", "adapters", "adapters_whole"):
             got, want = getattr(cuts[name], part), getattr(expected, part)
             spare = question.shape.dim + question.shape.vocab_size  # a value head is not cut; the last norm is dealt
             assert want * 0.99 - spare <= got <= want * 1.01 + spare, (name, part)

@@ -73,6 +73,7 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
     yield from model.check_dimensions(config, shape)
     yield from model.check_parallelism(config, shape)
     yield from model.check_quantization(config, shape, device)
+    yield from model.check_lora(config, shape)
     yield from algorithm.check_sampling(config, shape)
     yield from model.check_roles(config, shape)
     if gpus.nbytes:

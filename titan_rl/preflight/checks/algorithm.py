@@ -10,12 +10,14 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
+from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR
 from titan_rl.wire.model_shape import ModelShape
 
 CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
 MOST_SAMPLES = 2**20
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses higher ones
 SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
+LORA_RATE = 3e-5  # rates for whole models of real sizes are below it
 BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens, unless a sequence is longer
 
 
@@ -160,6 +162,11 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield (
             f'algorithm.correction is "none" with generator.quantization = "{quantization}": {where} the rounding of '
             'the weights; the default is algorithm.proximal = "trainer" with algorithm.correction = "token_tis"'
+        )
+    if config.lora.on and config.optimizer.lr < LORA_RATE and config.training.steps:
+        yield (
+            f"optimizer.lr is {config.optimizer.lr:g}, which looks like a whole model's rate: adapters learn best "
+            f"at about {WHOLE_MODEL_FACTOR} times that rate"
         )
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         yield (

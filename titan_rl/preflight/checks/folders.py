@@ -152,6 +152,9 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     for key in ("debug.seed", *(["task.name"] if config.job.resume_changed else []), *(["eval.size"] if sums else [])):
         if (was := valued(before, key)) != valued(config, key):
             yield problem(config, key, f"{as_toml(was)}, {hint}")
+    for key in ("rank", "alpha", "targets", "base_dtype"):  # the checkpoint has adapters alone
+        if (was := getattr(before.lora, key)) != getattr(config.lora, key) and was != "auto":
+            yield problem(config, f"lora.{key}", f"{as_toml(was)}, {hint}")
     if shape is not None and replace(had, head=shape.head) != shape:
         yield f"[model]: expected the same shape {hint}, found another"
     policy, *others = Checkpoints.of(folder, config).folders

@@ -26,6 +26,7 @@ from titan_rl.preflight.memory import (
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
+from titan_rl.wire.adapters import trained_parameters
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
@@ -131,9 +132,11 @@ def _check_capacity(config: Config, shape: ModelShape | None, generators: int, p
     if cache > memory:
         yield problem(config, "generator.kv_cache_memory_mb", f"at most {most}, this host's memory per generator")
     elif shape is not None:
-        copies = 4 * config.parallelism.data_parallel_replicate_degree * BYTES[config.training.dtype]
-        copies += g.replicas * BYTES[g.dtype] if generators else 0
-        if (needed := shape.parameters * copies + cache) > memory:
+        replicas, trained = config.parallelism.data_parallel_replicate_degree, trained_parameters(config.lora, shape)
+        state = 4 * trained * BYTES[config.training.dtype]
+        state += shape.parameters * BYTES[config.lora.base_dtype] if config.lora.on else 0
+        engines = shape.parameters * g.replicas * BYTES[g.dtype] if generators else 0
+        if (needed := replicas * state + engines + cache) > memory:
             found = f"{shape.parameters:,} parameters, which need {needed >> 30} GiB with optimizer and generators"
             yield f"[model]: expected a model that fits this host's {memory >> 30} GiB of memory, found {found}"
 
@@ -141,8 +144,10 @@ def _check_capacity(config: Config, shape: ModelShape | None, generators: int, p
 def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if config.fault.snapshot_interval == 0 or shape is None:
         return
-    degrees = [p.data_parallel_replicate_degree for p in trained_meshes(config).values()]
-    nbytes = sum(snapshot_bytes(shape.parameters, config.training.dtype, degree) for degree in degrees)
+    nbytes = 0
+    for name, p in trained_meshes(config).items():
+        trained = trained_parameters(config.lora, shape) if name == "trainer" else shape.parameters
+        nbytes += snapshot_bytes(trained, config.training.dtype, p.data_parallel_replicate_degree)
     memory = host_memory()
     if nbytes > memory / 2:
         yield (

@@ -1,0 +1,104 @@
+"""[lora] in the plan: refusals, warnings, and the memory of adapters on a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from support.shapes import LLAMA_8B, QWEN_30B_A3B
+from titan_rl.config.auto import on_device
+from titan_rl.config.sections import LoraSection, ReferenceSection
+from titan_rl.config.toml import find, load
+from titan_rl.preflight.checks import problems, warnings
+from titan_rl.preflight.checks.machine import check_gpu_memory
+from titan_rl.preflight.memory import GIB, needs, on_gpus, trained
+from titan_rl.wire.adapters import adapter_parameters, adapter_sizes, targets
+
+MOE = '[model]\nname = "qwen3_moe"\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "messages"),
+    [
+        ('[lora]\ntargets = ["q"]', ["lora.rank: expected at least 1, because lora.targets is set, found 0"]),
+        ('[lora]\nsync = "adapter"', ["lora.rank: expected at least 1, because lora.sync is set, found 0"]),
+        (
+            '[lora]\nrank = 200\ntargets = ["k", "x", "q", "q", "lm_head"]',
+            [
+                "lora.rank: expected at most the model's dim = 128, found 200",
+                "lora.targets: expected names of q, k, v, o, gate, up, down, found x, lm_head",
+                "lora.targets: expected v besides k: TorchTitan gives both an adapter or none",
+                "lora.targets: expected each layer once, found k, x, q, q, lm_head",
+            ],
+        ),
+        (
+            f'{MOE}[lora]\nrank = 4\ntargets = ["q", "up"]',
+            ["lora.targets: expected names of q, k, v, o, because TorchTitan stacks the matrices of experts"],
+        ),
+        (
+            '[algorithm]\nname = "reward_model"\n[lora]\nrank = 4',
+            ["lora.rank: expected 0, because a reward model trains its head, which has no adapter, found 4"],
+        ),
+    ],
+)
+def test_all_problems_are_named(toml: str, messages: list[str], tmp_path: Path) -> None:
+    found = [line for line in problems(config(tmp_path, toml)) if line.startswith("lora.")]
+    assert len(found) == len(messages)
+    for line, message in zip(found, messages, strict=True):
+        assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "toml", ["[lora]\nrank = 8", '[lora]\nrank = 8\ntargets = ["v", "k"]', f"{MOE}[lora]\nrank = 8"], ids=str
+)
+def test_no_problem(toml: str, tmp_path: Path) -> None:
+    assert not [line for line in problems(config(tmp_path, toml)) if "lora" in line]
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-5, True), (1e-4, False)])
+def test_a_whole_models_rate_is_warned_of(lr: float, warned: bool, tmp_path: Path) -> None:
+    found = warnings(config(tmp_path, f"[lora]\nrank = 8\n[optimizer]\nlr = {lr}"))
+    assert any("looks like a whole model's rate" in line for line in found) == warned
+
+
+def test_adapters_are_counted() -> None:
+    lora = LoraSection(rank=16)
+    assert adapter_parameters(lora, LLAMA_8B) == 41_943_040  # as PEFT counts r = 16 on all linear layers
+    assert targets(lora, QWEN_30B_A3B) == ["q", "k", "v", "o"]
+    sizes = adapter_sizes(replace(lora, targets=["v", "k"]), LLAMA_8B)
+    assert sizes["model.layers.31.self_attn.v_proj.lora_B.weight"] == (1024, 16)
+    assert len(sizes) == 4 * 32
+
+
+def test_only_adapters_have_gradients_and_an_optimizer() -> None:
+    given = on_device(load(find("grpo_llama3_8b"), [("lora.rank", "16")]), "cuda")
+    settled = on_gpus(given, LLAMA_8B, 79 * GIB)
+    parts = trained(settled, LLAMA_8B, settled.parallelism).parts
+    shards, added = settled.parallelism.data_parallel_shard_degree, 41_943_040
+    assert parts["frozen weights"].nbytes == 2 * (LLAMA_8B.parameters // shards)
+    assert parts["optimizer"].nbytes == 2 * 4 * added // shards
+    assert parts["gradients"].nbytes == 4 * added // shards
+
+
+def test_a_reference_takes_nothing() -> None:
+    given = on_device(load(find("grpo_llama3_8b"), [("lora.rank", "16"), ("algorithm.kl_coef", "0.1")]), "cuda")
+    assert given.algorithm.needs_reference
+    with_kl, without = (
+        needs(on_gpus(each, LLAMA_8B, 79 * GIB), LLAMA_8B, 79 * GIB)["trainer"].own.idle
+        for each in (given, replace(given, algorithm=replace(given.algorithm, kl_coef=0.0)))
+    )
+    assert with_kl == without
+    assert given.reference == ReferenceSection()
+
+
+def test_an_8b_model_fits_a_24_gb_gpu_only_with_its_frozen_weights_on_the_host() -> None:
+    given = load(find("grpo_llama3_8b_lora_24gb"))
+    gpu = int(given.hosts.gpu_memory_gb * GIB)
+    assert not [*check_gpu_memory(given, LLAMA_8B, gpu, most=1)]
+    beside = replace(given, training=replace(given.training, enable_cpu_offload=False))
+    (problem,) = check_gpu_memory(beside, LLAMA_8B, gpu, most=1)
+    assert problem.startswith("[generator]: expected an engine that fits 23.9 GiB")
+    assert "waiting trainer 17.9" in problem
+    whole = replace(given, lora=LoraSection())
+    assert [*check_gpu_memory(replace(whole, training=beside.training), LLAMA_8B, gpu, most=1)]

@@ -1,0 +1,78 @@
+"""LoRA's adapters by Hugging Face's names: which linear layers have one, and the sizes of its matrices.
+
+y = W x + (alpha / rank) B A x          A [rank, in], B [out, rank]
+"""
+
+from collections.abc import Iterator
+
+from titan_rl.config.sections import LoraSection
+from titan_rl.wire.model_shape import ModelShape
+
+LAYERS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Linear layers of a block, by the names that lora.targets takes."""
+TITAN_NAMES = {"q": "wq", "k": "wkv", "v": "wkv", "o": "wo", "gate": "w1", "up": "w3", "down": "w2"}
+"""What TorchTitan's configs call them. One config builds k and v."""
+WHOLE_MODEL_FACTOR = 10
+"""LoRA's best learning rate, as a multiple of the whole model's ("LoRA Without Regret", Thinking Machines, 2025)."""
+PEFT_FOLDER = "adapter"
+"""Folder of the adapters in an exported one."""
+PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+
+
+def adaptable(shape: ModelShape) -> list[str]:
+    """Return the layers of a block that can have an adapter. The matrices of experts are stacked, and cannot."""
+    return [name for name, layer in LAYERS.items() if not (shape.experts and layer.startswith("mlp."))]
+
+
+def targets(lora: LoraSection, shape: ModelShape) -> list[str]:
+    """Return the layers of a block that have an adapter."""
+    return [name for name in adaptable(shape) if not lora.targets or name in lora.targets]
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of the adapter's A and B beside a weight.
+
+    >>> adapter_names("model.layers.0.mlp.up_proj.weight")[0]
+    'model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def adapter_sizes(lora: LoraSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the sizes of all adapters' matrices by name; none if all weights are trained."""
+    return dict(_sizes(lora, shape)) if lora.on else {}
+
+
+def _sizes(lora: LoraSection, shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
+    whole = shape.hf_tensors(head=False)
+    for layer in range(shape.n_layers):
+        for target in targets(lora, shape):
+            name = f"model.layers.{layer}.{LAYERS[target]}.weight"
+            out, into = whole[name]
+            a, b = adapter_names(name)
+            yield a, (lora.rank, into)
+            yield b, (out, lora.rank)
+
+
+def cut_by_tensor_parallelism(name: str) -> bool:
+    """Return whether tensor parallelism cuts this matrix of an adapter: the one on the side where it cuts the layer."""
+    by_columns = any(LAYERS[target] in name for target in ("o", "down"))
+    return ("lora_A" in name) == by_columns
+
+
+def adapter_parameters(lora: LoraSection, shape: ModelShape) -> int:
+    return sum(rows * columns for rows, columns in adapter_sizes(lora, shape).values())
+
+
+def trained_parameters(lora: LoraSection, shape: ModelShape) -> int:
+    """Return how many of the policy's parameters are trained: all, or the adapters'."""
+    return adapter_parameters(lora, shape) or shape.parameters
