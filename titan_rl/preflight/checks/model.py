@@ -123,6 +123,9 @@ def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
         return
     if config.algorithm.kind == "reward":
         yield wrong("lora.rank", "0, because a reward model trains its head, which has no adapter")
+    if shape.parts.fused:
+        why = f"because a folder of {shape.family} has projections as one tensor, beside which no adapter of one fits"
+        yield wrong("lora.rank", f"0, {why}")
     if lora.rank > shape.dim:
         yield wrong("lora.rank", f"at most the model's dim = {shape.dim}")
     known, there = adaptable(shape), list(lora.targets)
