@@ -130,14 +130,15 @@ class ModelRank(Actor):
         from titan_rl.actors.sync.staging import Staging
         from titan_rl.actors.sync.transport import is_remote
 
-        model = self._model
+        model, lora = self._model, self._model.config.lora
         self._staging = Staging(
             model.by_hf_name,
             copies,
             getattr(torch, model.config.generator.dtype),
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
-            merged_by=model.config.lora.scale if model.config.lora.on and model.config.lora.sync == "merge" else None,
+            merged_by=lora.scale if lora.on and not lora.in_vllm else None,
+            adapter_scale=lora.scale if lora.in_vllm else 1.0,
         )
         with quiet_rdma():
             remote = any(is_remote(place, sync.transport) for place in places)
@@ -152,6 +153,8 @@ class ModelRank(Actor):
         there is a gathering."""
         if again and self._packed != self._model.phase_step:
             return None
+        if again:
+            self._staging.forget_frozen()
         began, self._packed = time.perf_counter(), self._model.phase_step
         with span("publish", version=version):
             manifests = self._staging.pack(version, slot, serial)

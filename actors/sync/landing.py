@@ -58,6 +58,7 @@ class Landing:
         shares remote reads if they are on its host."""
         self._sync = sync or WeightSyncSection()
         self._reader = reader
+        self._adapters = any(copy.adapts for source in sources for copy in source.copies)
         live, params = params, planned_params(params, quantization)
         self._runs = [_Run(params, source, quantization) for source in sources]
         far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
@@ -160,7 +161,8 @@ class Landing:
         return time.perf_counter() - began
 
     def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
-        """Return the blocks to fetch, by run: all of them if what the parameters hold is unknown, or most changed."""
+        """Return the blocks to fetch, by run: all of them if what the parameters hold is unknown, or if most changed.
+        With adapters, only changed blocks."""
         everything = self._everything
         if not self._sync.delta or self._held is None:
             return everything
@@ -168,7 +170,7 @@ class Landing:
             [i for i, (old, new) in enumerate(zip(old_sums, manifest.checksums, strict=True)) if old != new]
             for old_sums, manifest in zip(self._held, manifests, strict=True)
         ]
-        return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
+        return changed if self._adapters or 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
 
     async def _fetch(
         self,

@@ -4,7 +4,8 @@
     every version:                       Staging.pack: cast, lay out and hash each run
 
 There are two slots: a version is packed into one while readers may still use the other. The caller of pack() must make
-sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the readers.
+sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the readers. If the plan has adapters, all
+other weights are frozen: they are packed into each slot once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from titan_rl.actors.sync.transport import PACKING, How, Memory, broadcasts, oct
 from titan_rl.kernels.pack_weights import pack, pack_one_by_one
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.rosters import Gathering
-from titan_rl.wire.weight_plan import Copy
+from titan_rl.wire.weight_plan import LORA_B, Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
 Pack = Callable[[Mapping[str, Tensor], Sequence[Copy], Tensor], None]
@@ -47,15 +48,17 @@ class Staging:
         block_bytes: int,
         checksums: bool = True,
         merged_by: float | None = None,
+        adapter_scale: float = 1.0,
     ) -> None:
-        """`merged_by`: adapters among the parameters are scaled by this, and added to the weights that are packed."""
+        """`merged_by` is alpha / rank if adapters are added to the weights that are packed. `adapter_scale` is alpha /
+        rank if readers get the adapters: B is multiplied by it, as they compute with it."""
         for key, nbytes in {"slice_bytes": slice_bytes, "block_bytes": block_bytes}.items():
             if nbytes < dtype.itemsize:
                 raise ValueError(f"{key}: expected at least one element of {dtype}, found {nbytes} bytes")
-        local = local_tensors(params)
+        self._params, self._merged_by, self._adapter_scale = params, merged_by, adapter_scale
+        local = self._local()
         if absent := sorted({copy.name for run in copies.values() for copy in run} - set(local)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
-        self._params, self._merged_by = params, merged_by
         self._copies = copies
         self._slice_bytes = slice_bytes
         self._checksums = checksums
@@ -80,9 +83,21 @@ class Staging:
             }
             for runs in (self.runs if self._gpu is not None and checksums else [])
         ]
+        self._adapters = {reader: tuple(copy for copy in run if copy.adapts) for reader, run in copies.items()}
+        self._frozen: list[dict[int, list[int]]] = [{}, {}]  # checksums of the frozen blocks in a slot, by reader
         self._registered: dict[int, Registered] = {}
         self._sender: Sender | None = None
         self._meets = ""  # address of the sender's store
+
+    def forget_frozen(self) -> None:
+        """Pack also the frozen weights again, because packed bytes have been damaged."""
+        self._frozen = [{}, {}]
+
+    def _local(self) -> dict[str, Tensor]:
+        local = local_tensors(self._params)
+        if self._adapter_scale != 1:
+            local |= {name: b * self._adapter_scale for name, b in local.items() if name.endswith(LORA_B)}
+        return local
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
@@ -90,6 +105,10 @@ class Staging:
         self._memory.stamps[slot] = PACKING
         checksums = self._pack_blocks(slot) if self._gpu is None else self._pack_runs(slot)
         self._memory.stamps[slot] = serial
+        for reader, sums in checksums.items():
+            if self._adapters[reader]:
+                frozen = sum(not block.copies[0].adapts for block in self._blocks[reader])
+                self._frozen[slot][reader] = sums[:frozen]
         return {
             reader: Manifest.of(version, serial, slot, self._layouts[reader], tuple(sums))
             for reader, sums in checksums.items()
@@ -99,8 +118,8 @@ class Staging:
         """Pack block by block. Return the checksums of each run."""
         (local, pack), checksums = self._current(), dict[int, list[int]]()
         for reader, run in self.runs[slot].items():
-            checksums[reader] = []
-            for block in self._blocks[reader]:
+            checksums[reader] = [*self._frozen[slot].get(reader, ())]
+            for block in self._blocks[reader][len(checksums[reader]) :]:
                 pack(local, block.copies, run[block.start : block.start + block.elements])
                 if self._checksums:  # while the block is in the cache
                     checksums[reader].append(checksum(octets(run, block)))
@@ -109,17 +128,21 @@ class Staging:
     def _pack_runs(self, slot: int) -> dict[int, list[int]]:
         """Pack each run in one launch, which is waited for, and hash it in another, which reads what readers will map.
         Return the checksums of each run."""
-        local, pack = self._current()
+        (local, pack), frozen = self._current(), self._frozen[slot]
         for reader, run in self.runs[slot].items():
-            pack(local, self._copies[reader], run)
+            copies = self._adapters[reader] if frozen.get(reader) else self._copies[reader]
+            pack(local, copies, run[len(run) - sum(copy.elements for copy in copies) :])
         if not self._checksums:
             return {reader: [] for reader in self._blocks}
-        return {reader: hashed(range(len(self._blocks[reader]))) for reader, hashed in self._hashes[slot].items()}
+        return {
+            reader: [*(known := frozen.get(reader, [])), *hashed(range(len(known), len(self._blocks[reader])))]
+            for reader, hashed in self._hashes[slot].items()
+        }
 
     def _current(self) -> tuple[Mapping[str, Tensor], Pack]:
         """Return this rank's tensors, and how they are packed: merged ones are computed one at a time."""
         if self._merged_by is None:
-            return local_tensors(self._params), pack
+            return self._local(), pack
         return Merged(self._params, self._merged_by), pack_one_by_one
 
     def offer(self, *, remote: bool, how: How = "auto") -> dict[int, Offer]:
@@ -131,7 +154,8 @@ class Staging:
             stamps = RDMABuffer(self._memory.stamps.view(torch.uint8))
             self._registered = {
                 reader: Registered(
-                    stamps, tuple([RDMABuffer(part) for part in self._slices(runs[reader])] for runs in self.runs)
+                    stamps,
+                    tuple([RDMABuffer(part) for part in self._slices(reader, runs[reader])] for runs in self.runs),
                 )
                 for reader in self._blocks
             }
@@ -147,7 +171,7 @@ class Staging:
     def broadcast(self, slot: int, serial: int, gathering: Gathering, seconds: float) -> None:
         """Begin to send a slot's publication to the readers of the gathering, in a thread."""
         assert self._sender is not None
-        slices = {reader: list(self._slices(run)) for reader, run in self.runs[slot].items()}
+        slices = {reader: list(self._slices(reader, run)) for reader, run in self.runs[slot].items()}
         stamp = self._memory.stamps[slot : slot + 1].view(torch.uint8)
         self._sender.begin(gathering, serial, slices, stamp, seconds)
 
@@ -162,5 +186,8 @@ class Staging:
         self._registered = {}
         self._memory.close()
 
-    def _slices(self, run: Tensor) -> Iterator[Tensor]:
-        return (part for part in run.view(torch.uint8).split(self._slice_bytes) if len(part))
+    def _slices(self, reader: int, run: Tensor) -> Iterator[Tensor]:
+        """Cut a run into slices, none of which has adapters and frozen weights."""
+        frozen = sum(copy.elements for copy in self._copies[reader] if not copy.adapts)
+        parts = (run[:frozen], run[frozen:])
+        return (part for half in parts for part in half.view(torch.uint8).split(self._slice_bytes) if len(part))

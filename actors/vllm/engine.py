@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm import vllm_adapter, vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import (
     KEPT_LAYOUT,
@@ -59,6 +59,8 @@ class EngineSettings(GeneratorSection):
     seed: int = 0
     head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
     records_kept: bool = False  # the kept sets of truncated sampling
+    adapter_rank: int = 0  # every request uses an adapter of this rank (LoRA); 0: none
+    adapted_layers: tuple[str, ...] = ()  # by Hugging Face's names
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
@@ -137,6 +139,8 @@ class Engine:
             if on_cpu:
                 use_given_threads()
                 vllm_cpu.patch()
+                if settings.adapter_rank:
+                    vllm_cpu.apply_one_adapter()
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings) | quantization_args(settings, on_cpu=on_cpu)
@@ -152,6 +156,10 @@ class Engine:
 
             self._kept = kept_tokens.last_kept
             args |= kept_tokens.engine_args(on_cpu=on_cpu)
+        self._adapter: Any = None  # LoRA: what makes a request use the adapter
+        if settings.adapter_rank:
+            self._adapter = vllm_adapter.request()
+            args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         self._vocab_size: int = config.model_config.get_vocab_size()
@@ -166,6 +174,8 @@ class Engine:
         self._salt = 0  # requests share keys and values in the prefix cache under equal salts only
         self.version: int | None = None
         self.asleep = False
+        if self._adapter is not None:
+            self._llm.apply_model(vllm_adapter.put_zeros)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
@@ -218,7 +228,7 @@ class Engine:
             truncated_by = id if self._truncates else ""
             params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), truncated_by=truncated_by)
             prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
-            self._llm.add_request(id, prompt, params)
+            self._llm.add_request(id, prompt, params, lora_request=self._adapter)
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Take samples out of vLLM."""
@@ -248,7 +258,10 @@ class Engine:
         return [Done(open.request.id, open.samples) for open in opened]
 
     def params(self) -> "dict[str, Tensor]":
-        """Return the live parameters, to be overwritten in place between suspend and set_version."""
+        """Return the live parameters, and the adapter, to be overwritten in place between suspend and set_version."""
+        if self._adapter is not None:
+            (tensors,) = self._llm.apply_model(vllm_adapter.live_tensors)
+            return tensors
         (parameters,) = self._llm.apply_model(lambda model: dict(model.named_parameters()))
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
@@ -273,6 +286,8 @@ class Engine:
             if lost := [name for name, sum in self._buffers.items() if sums[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
+        if self.asleep and self.offloads and self._adapter is not None:
+            self._llm.apply_model(vllm_adapter.put_zeros)
         self.asleep = False
 
     def suspend(self) -> None:
@@ -284,6 +299,8 @@ class Engine:
 
         By default the keys and values of unfinished samples are dropped too, and recomputed by the next step. With
         `keep` samples continue with them, at no cost; only samples without a token start again."""
+        if self._adapter is not None:
+            self._llm.apply_model(vllm_adapter.check_slot)
         if keep:
             self._salt += 1
             fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]

@@ -101,6 +101,32 @@ def keep_expert_weights() -> None:
     patched._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
 
 
+def apply_one_adapter() -> None:
+    """Make adapted layers multiply all tokens by the one adapter's A and B.
+
+    vLLM copies A and B for every token, to serve several adapters: memory grows with tokens x rank x width.
+    """
+    from torch.nn.functional import linear
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    def apply(
+        self: Any,
+        y: "Tensor",
+        x: "Tensor",
+        lora_a_stacked: "tuple[Tensor, ...]",
+        lora_b_stacked: "tuple[Tensor, ...]",
+        scale: float,  # 1: B carries alpha / rank
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        parts = y.split(output_slices, dim=-1)
+        for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+            part += linear(linear(x, a[0, 0]), b[0, 0])
+
+    patched: Any = PunicaWrapperCPU
+    patched.add_lora_linear = apply
+
+
 def reduce_over_gloo() -> None:
     """Make tensor-parallel ranks reduce over gloo instead of vLLM's shared memory.
 

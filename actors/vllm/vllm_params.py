@@ -1,13 +1,15 @@
 """The live parameters of vLLM's decoders (model_families.py), and the Hugging Face tensors that fill them.
 
 vLLM fuses q, k and v, and gate and up, stacks experts, pads embeddings, and cuts parameters over its tensor-parallel
-ranks.
+ranks. The adapters of a fused layer stay apart (vllm_adapter.py).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from titan_rl.config.choices import Quantization
+from titan_rl.config.sections import LoraSection
+from titan_rl.wire.adapters import LAYERS, adapter_names, targets
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece
 
@@ -16,12 +18,14 @@ SCALE = "_scale"  # vLLM's suffix of the parameter with the scales of an fp8 wei
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
 
 
-def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
-    """Return what fills the parameters of one tensor-parallel rank."""
+def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> list[Piece]:
+    """Return what fills the parameters of one tensor-parallel rank; with `lora` also its adapters, after all else."""
     result = []
-    for param, parts in _parameters(shape, tp):
+    for param, parts in _live(shape, tp, lora):
         dst_row0 = 0
         for part in parts:
+            if not part.name:
+                continue
             row0 = part.height * (rank * part.row_cuts // tp)
             col0 = part.width * (rank * part.col_cuts // tp)
             rows = min(part.height, part.rows - row0)  # the rest of the height is vocabulary padding
@@ -31,14 +35,21 @@ def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
     return result
 
 
+def adapted(shape: ModelShape, lora: LoraSection) -> list[str]:
+    """Return the linear layers of a block that have an adapter, such as "q_proj"."""
+    return [LAYERS[target].rpartition(".")[2] for target in targets(lora, shape)]
+
+
 def is_quantized(param: str) -> bool:
     """Return whether generator.quantization applies to a parameter: the weights of the blocks' linear layers."""
     return param.endswith("_proj.weight")
 
 
-def live_shapes(shape: ModelShape, tp: int, quantization: Quantization) -> dict[str, tuple[int, ...]]:
+def live_shapes(
+    shape: ModelShape, tp: int, quantization: Quantization, lora: LoraSection | None = None
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a live model. vLLM transposes fp8 weights, and keeps a scale of each row."""
-    shapes = param_shapes(shape, tp)
+    shapes = param_shapes(shape, tp, lora)
     if quantization != "fp8":
         return shapes
     quantized = {name: size for name, size in shapes.items() if is_quantized(name)}
@@ -46,23 +57,27 @@ def live_shapes(shape: ModelShape, tp: int, quantization: Quantization) -> dict[
     return shapes | codes | {name + SCALE: (rows, 1) for name, (rows, _) in quantized.items()}
 
 
-def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
+def param_shapes(shape: ModelShape, tp: int, lora: LoraSection | None = None) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
 
     def local(param: str, parts: list[_Part]) -> tuple[int, ...]:
         rows = sum(part.height for part in parts)
         if param.endswith((W13, W2)):  # rows of one expert after the other
             return shape.experts, rows // shape.experts, parts[0].width
-        return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
+        return (rows,) if parts[0].cols == 1 and ".lora_" not in param else (rows, parts[0].width)
 
-    return {param: local(param, parts) for param, parts in _parameters(shape, tp)}
+    return {param: local(param, parts) for param, parts in _live(shape, tp, lora)}
 
 
 def verify_complete(
-    live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int, quantization: Quantization = "none"
+    live: Mapping[str, tuple[int, ...]],
+    shape: ModelShape,
+    tp: int,
+    quantization: Quantization = "none",
+    lora: LoraSection | None = None,
 ) -> None:
     """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
-    expected = live_shapes(shape, tp, quantization)
+    expected = live_shapes(shape, tp, quantization, lora)
     wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
     for name, size in expected.items():
         if name not in live:
@@ -79,7 +94,7 @@ def verify_complete(
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A Hugging Face tensor in a live parameter, cut into equal parts by rows or columns. Each rank has one part; if
-    there are fewer cuts than ranks, neighbouring ranks share one."""
+    there are fewer cuts than ranks, neighbouring ranks share one. Without a name: zeros that no sync writes."""
 
     name: str
     rows: int
@@ -95,6 +110,12 @@ class _Part:
     @property
     def width(self) -> int:
         return self.cols // self.col_cuts
+
+
+def _live(shape: ModelShape, tp: int, lora: LoraSection | None) -> Iterator[tuple[str, list[_Part]]]:
+    yield from _parameters(shape, tp)
+    if lora is not None:
+        yield from _adapters(shape, tp, lora)
 
 
 def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
@@ -151,6 +172,20 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
     yield vector("model.norm.weight", dim)
     if not shape.tied:
         yield embedding("lm_head.weight")
+
+
+def _adapters(shape: ModelShape, tp: int, lora: LoraSection) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield A and B of each part of every layer that vLLM wraps because a part has an adapter. A is cut as the layer's
+    columns are, B as its rows."""
+    ends = tuple(f".{layer}.weight" for layer in adapted(shape, lora))
+    for param, parts in _parameters(shape, tp):
+        if not any(part.name.endswith(ends) for part in parts):
+            continue
+        layer = param.removesuffix(".weight")
+        for i, part in enumerate(parts):
+            a, b = adapter_names(part.name) if part.name.endswith(ends) else ("", "")
+            yield f"{layer}.lora_a.{i}", [_Part(a, lora.rank, part.cols, col_cuts=part.col_cuts)]
+            yield f"{layer}.lora_b.{i}", [_Part(b, part.rows, lora.rank, row_cuts=part.row_cuts)]
 
 
 def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:

@@ -9,8 +9,11 @@ from typing import Any
 import monarch.actor
 from monarch.actor import this_host
 
+from support.lora_weights import adapters
+from support.weight_layouts import NO_LORA
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.actors.vllm.vllm_params import adapted
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
@@ -26,8 +29,11 @@ from titan_rl.wire.weight_plan import Shard
 class Running:
     """A started mesh and the event loop that its tasks live on."""
 
-    def __init__(self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int], folder: Path) -> None:
-        self.runner, self.mesh, self.pids, self.folder = runner, mesh, pids, folder
+    def __init__(
+        self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int], folder: Path, lora: c.LoraSection
+    ) -> None:
+        self.runner, self.mesh, self.pids, self.folder, self.lora = runner, mesh, pids, folder, lora
+        self.shape = shape_of_folder(str(folder), "model")
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, 120))
@@ -43,7 +49,14 @@ class Running:
 
 @contextmanager
 def started(
-    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, policy: GeneratorPolicy = POLICY
+    model: Any,
+    folder: Path,
+    *,
+    replicas: int,
+    tp: int,
+    longest: int,
+    policy: GeneratorPolicy = POLICY,
+    lora: c.LoraSection = NO_LORA,
 ) -> Iterator[Running]:
     model.save_pretrained(folder)
     settings = EngineSettings(
@@ -53,6 +66,8 @@ def started(
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
+        adapter_rank=lora.rank,
+        adapted_layers=tuple(adapted(shape_of_folder(str(folder), "model"), lora)) if lora.on else (),
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:
@@ -67,7 +82,7 @@ def started(
     monarch.actor.unhandled_fault_hook = lambda _: None
     with asyncio.Runner() as runner:
         mesh, pids = runner.run(start())
-        yield Running(runner, mesh, pids, folder)
+        yield Running(runner, mesh, pids, folder, lora)
         runner.run(mesh.close())
         runner.run(mesh.stop())
 
@@ -99,11 +114,13 @@ def greedy(model: Any, context: Sequence[int], completion: Completion) -> list[i
 
 
 class OneTrainer:
-    """A trainer mesh of one rank in this process, which holds the model as Hugging Face stores it, times `scale`."""
+    """A trainer mesh of one rank in this process, which holds the model as Hugging Face stores it, times `scale`; or
+    the model as it is, and adapters, which the test changes."""
 
-    def __init__(self, model: Any) -> None:
-        self.scale = 1.0
-        self._given = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    def __init__(self, model: Any, lora: c.LoraSection = NO_LORA, adapters: Any = None) -> None:
+        self.scale, self._lora = 1.0, lora
+        self.adapters: dict[str, Any] = adapters or {}
+        self._given = {name: tensor.clone() for name, tensor in (model.state_dict() | self.adapters).items()}
         self._held = {name: tensor.clone() for name, tensor in self._given.items()}
 
     async def shards(self) -> list[list[Shard]]:
@@ -115,7 +132,12 @@ class OneTrainer:
         from titan_rl.actors.sync.staging import Staging
 
         self.staging = Staging(
-            self._held, copies[0], torch.float32, slice_bytes=1 << 20, block_bytes=sync.block_kb << 10
+            self._held,
+            copies[0],
+            torch.float32,
+            slice_bytes=1 << 20,
+            block_bytes=sync.block_kb << 10,
+            adapter_scale=self._lora.scale if self._lora.on else 1.0,
         )
         return [self.staging.offer(remote=False)]
 
@@ -123,7 +145,9 @@ class OneTrainer:
         self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
     ) -> Publication:
         for name, held in self._held.items():
-            held.copy_(self._given[name] * self.scale)
+            held.copy_(self.adapters.get(name, self._given[name] * self.scale))
+        if again:
+            self.staging.forget_frozen()
         return Publication(version, slot, [self.staging.pack(version, slot, serial)], 0.0)
 
     def corrupt(self, slot: int) -> None:
@@ -132,10 +156,12 @@ class OneTrainer:
 
 
 async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any) -> tuple[OneTrainer, WeightSync]:
-    trainer: Any = OneTrainer(model)
+    made = adapters(model, running.shape, running.lora, 0) if running.lora.on else {}
+    trainer: Any = OneTrainer(model, running.lora, made)
     tp = len(running.pids) // len(running.mesh.replicas)
     config = on_device(
         c.Config(
+            lora=running.lora,
             generator=c.GeneratorSection(tensor_parallel_degree=tp),
             weight_sync=c.WeightSyncSection(block_kb=1, **sync),
             comm=c.CommSection(train_timeout_seconds=seconds),
@@ -143,7 +169,7 @@ async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any
         "cpu",
     )
     weights = WeightSync(trainer, running.mesh, Clock())
-    await weights.connect(config, shape_of_folder(str(running.folder), "model"))
+    await weights.connect(config, running.shape)
     assert weights.transports == "shared memory"
     return trainer, weights
 

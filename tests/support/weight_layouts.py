@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 
+from titan_rl.config.sections import LoraSection
+from titan_rl.wire.adapters import adapter_sizes
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Shard, WeightPlan
 
@@ -26,8 +28,11 @@ BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens",
 BY_COLS = ("o_proj", "down_proj")
 
 
-def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Return the size of every tensor of a Hugging Face checkpoint; vectors have one column."""
+NO_LORA = LoraSection()
+
+
+def hf_sizes(shape: ModelShape, lora: LoraSection = NO_LORA) -> dict[str, tuple[int, int]]:
+    """Return the size of every tensor of a Hugging Face checkpoint, and of adapters; vectors have one column."""
     q, kv, dim = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.dim
     sizes = {"model.embed_tokens.weight": (shape.vocab_size, dim), "model.norm.weight": (dim, 1)}
     for i in range(shape.n_layers):
@@ -52,7 +57,7 @@ def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
             sizes |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (rows, 1) for x, rows in biases.items()}
     if not shape.tied:
         sizes["lm_head.weight"] = (shape.vocab_size, dim)
-    return sizes
+    return sizes | adapter_sizes(lora, shape)
 
 
 def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
@@ -71,25 +76,28 @@ def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
     return start + skip, min(each, size - skip)
 
 
-def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1, ep: int = 1) -> list[list[Shard]]:
+def layout(
+    shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1, ep: int = 1, lora: LoraSection = NO_LORA
+) -> list[list[Shard]]:
     """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards.
 
     FSDP2 cuts a stack of experts by experts, if there is one for each rank, and else their rows. Expert parallelism
-    deals the experts to consecutive ranks first, and leaves their matrices to FSDP2 over the others."""
+    deals the experts to consecutive ranks first, and leaves their matrices to FSDP2 over the others. Tensor parallelism
+    cuts the matrix of an adapter that has the cut dimension."""
     ranks = []
     for _ in range(replicate):
         for f in range(fsdp):
             for t in range(tp):
                 shards = []
-                for name, (rows, cols) in hf_sizes(shape).items():
+                for name, (rows, cols) in hf_sizes(shape, lora).items():
                     row, col = (0, rows), (0, cols)
                     if found := re.search(r"experts\.(\d+)", name):
                         if shard := expert_shard(shape, name, int(found[1]), (f, t), (fsdp, tp, ep)):
                             shards.append(shard)
                         continue
-                    if any(part in name for part in BY_ROWS):
+                    if any(part in name for part in BY_ROWS) and "lora_A" not in name:
                         row = chunk(*row, tp, t)
-                    if any(part in name for part in BY_COLS):
+                    if any(part in name for part in BY_COLS) and "lora_B" not in name:
                         col = chunk(*col, tp, t)
                     row = chunk(*row, fsdp, f)
                     shards.append(Shard(name, *row, *col))

@@ -59,6 +59,11 @@ class LoraSection:
     alone, which vLLM applies."""
 
     @property
+    def in_vllm(self) -> "LoraSection | None":
+        """These keys if vLLM applies the adapters; None if it gets merged weights, or there are none."""
+        return self if self.on and self.sync == "adapter" else None
+
+    @property
     def on(self) -> bool:
         return self.rank > 0
 

@@ -333,17 +333,31 @@ def between_hosts(setup: Setup, version: int) -> str:
     return f"{rdma} (TCP fallback: no RDMA device here; about {seconds:.1f} s per sync and host, an estimate)"
 
 
+def _per_version(setup: Setup) -> str:
+    """Describe the bytes of a weight sync, and of the other way to sync adapters."""
+    config, each = setup.resolved, BYTES[setup.config.generator.dtype]
+    adapters, whole = adapter_parameters(config.lora, setup.shape) * each, setup.shape.parameters * each
+    if not config.lora.on:
+        return f"{size(whole)} per version and replica"
+    if config.lora.sync == "merge":
+        other = f'lora.sync = "adapter" would move {size(adapters)}'
+        return f"{size(whole)} per version and replica, adapters merged ({other})"
+    other = f'lora.sync = "merge" would move {size(whole)}'
+    if setup.device == "cuda" and config.placement.kind == "colocated":
+        return f"{size(whole + adapters)} per version and replica: engines that sleep lose the frozen weights ({other})"
+    return f"{size(adapters)} of adapters per version and replica, frozen weights once ({other})"
+
+
 def transport(setup: Setup) -> str:
     """Describe the weight transport. Name the price of Monarch's TCP fallback, which is much slower than RDMA."""
     sync = setup.config.weight_sync
-    nbytes = size(version := setup.shape.parameters * BYTES[setup.config.generator.dtype])
-    link = between_hosts(setup, version)
+    link = between_hosts(setup, setup.shape.parameters * BYTES[setup.config.generator.dtype])
     within = "shared memory" + (f" within a host, else {link}" if setup.config.hosts.at_addresses else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     quantization = setup.config.generator.quantization
     lands = "" if quantization == "none" else f", quantized to {quantization} on landing"
     return (
-        f"{link if sync.transport in FORCES_LINKS else within}, {nbytes} per version and replica"
+        f"{link if sync.transport in FORCES_LINKS else within}, {_per_version(setup)}"
         f"{', changed blocks only' if sync.delta else ''}{lands}, {checked[sync.verify]}; "
         f"requests in flight: {sync.in_flight}"
     )

@@ -46,7 +46,11 @@ def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
     """Return what to ask about each mesh that holds a TorchTitan model."""
     config = replace(config, compile=replace(config.compile, enable=False))  # it cuts nothing, and imports much
     tp, shapes = config.generator.tensor_parallel_degree, role_shapes(config, shape)
-    readers = [pieces(shape, tp=tp, rank=rank) for rank in range(tp)] if config.samples_rollouts else []
+    readers = (
+        [pieces(shape, tp=tp, rank=rank, lora=config.lora.in_vllm) for rank in range(tp)]
+        if config.samples_rollouts
+        else []
+    )
     trainer = MeshQuestion(config, shape, config.parallelism, readers)
     whole = replace(config, lora=LoraSection())  # other models are no adapters
     roles = {name: MeshQuestion(whole, shapes[name], role.parallelism) for name, role in config.roles.items()}

@@ -10,6 +10,7 @@ from titan_rl.preflight.memory import Cut, HostLoad, cache_bytes_per_token, coun
 from titan_rl.preflight.placement import Placement, Unplaceable, environment_host, place_again, slots_of
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.plan_view import PartTable
+from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import KEPT, TENSORS
 from titan_rl.wire.weight_source import SLOTS
@@ -200,6 +201,10 @@ def named(hosts: Sequence[int]) -> str:
 def sync_table(config: Config, shape: ModelShape, loads: list[HostLoad]) -> PartTable:
     link, version = config.hosts.link_gbps, shape.parameters * BYTES[config.generator.dtype]
     rows: list[Row] = [("one version", size(version), f"{count(shape.parameters)} x {BYTES[config.generator.dtype]}")]
+    if config.lora.in_vllm:
+        adapters = adapter_parameters(config.lora, shape)
+        each = BYTES[config.generator.dtype]
+        rows.append(("adapters alone", size(adapters * each), f"{count(adapters)} x {each}: after the first version"))
     busiest = max(max(load.received, load.sent) for load in loads)
     if not busiest:
         return PartTable("weight sync, each step", rows, "through shared memory: no byte leaves its host")

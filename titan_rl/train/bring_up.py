@@ -21,7 +21,7 @@ from titan_rl.actors.environment_rank import EnvironmentSettings
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
-from titan_rl.actors.vllm.vllm_params import verify_complete
+from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.auto import BLOCK_TOKENS
@@ -252,7 +252,7 @@ async def _generators(
 ) -> GeneratorMesh:
     """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder."""
     config = setup.resolved
-    g = config.generator
+    g, lora = config.generator, None if loaded else config.lora.in_vllm
     quantization = "none" if loaded else g.quantization  # on landing, and `loaded` weights do not land
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len, "quantization": quantization},
@@ -263,6 +263,8 @@ async def _generators(
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         records_kept=config.rollout.truncates and not loaded,
+        adapter_rank=lora.rank if lora else 0,
+        adapted_layers=tuple(adapted(setup.shape, lora)) if lora else (),
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
@@ -275,7 +277,7 @@ async def _generators(
         )
         ranks = await mesh.start()
         for rank in ranks:
-            verify_complete(rank.shapes, setup.shape, tp, quantization)
+            verify_complete(rank.shapes, setup.shape, tp, quantization, lora)
         if loaded:
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)

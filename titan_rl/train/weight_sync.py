@@ -133,9 +133,11 @@ class WeightSync:
         """Connect the meshes. Called again after the trainers were respawned: a running sync is abandoned, and nothing
         is published yet."""
         await self.abandon(trainers_lost=True)
-        tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
+        tp, sync, lora = config.generator.tensor_parallel_degree, config.weight_sync, config.lora.in_vllm
+        if lora is not None:
+            sync = replace(sync, delta=True)  # adapters are what changes
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
-        self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank) for rank in range(tp)])
+        self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank, lora=lora) for rank in range(tp)])
         outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
         apart = config.hosts.at_addresses and config.hosts.number > 1 and sync.transport != "shm"
         readers = {*places, ELSEWHERE} if apart else set(places)

@@ -88,11 +88,12 @@ class Publication:
 
 
 def blocks(copies: Sequence[Copy], max_elements: int) -> tuple[Block, ...]:
-    """Cut a run into blocks of at most `max_elements`. A longer row is a whole block."""
+    """Cut a run into blocks of at most `max_elements`. A longer row is a whole block. None has parts of an adapter and
+    frozen weights, which need not be sent again."""
     result: list[Block] = []
     start, parts, elements = 0, [], 0
     for copy in (part for whole in copies for part in _cut(whole, max_elements)):
-        if parts and elements + copy.elements > max_elements:
+        if parts and (elements + copy.elements > max_elements or copy.adapts != parts[-1].adapts):
             result.append(Block(start, elements, tuple(parts)))
             start, parts, elements = start + elements, [], 0
         parts.append(copy)

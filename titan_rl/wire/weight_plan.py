@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of adapters (adapters.py). Where a plan has adapters, all other weights are frozen."""
 ROUTING_SLACK = 0.01  # a rank may send this share of an even load more than its peers if that saves a run
 
 
@@ -62,6 +64,11 @@ class Copy:
     @property
     def elements(self) -> int:
         return self.rows * self.cols
+
+    @property
+    def adapts(self) -> bool:
+        """Whether this is a part of an adapter."""
+        return self.name.endswith((LORA_A, LORA_B))
 
 
 _values = attrgetter(*(field.name for field in fields(Copy)))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, hf_tensors
-from titan_rl.actors.sync.checksums import gpu_of
+from titan_rl.actors.sync.checksums import checksums_of, gpu_of, parts_of
 from titan_rl.actors.sync.held_shards import coordinates_of, local_tensors, shards_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
@@ -185,3 +185,48 @@ def test_one_rank_can_say_what_every_other_holds(mesh: tuple[int, int, int]) -> 
             for rank in range(len(layouts))
         ]
         assert own == layouts
+
+
+ADAPTED = (
+    Copy("w.weight", 0, 0, 24, 8, "p.weight", 0, 0),
+    Copy("w.lora_A.weight", 0, 0, 4, 8, "p.lora_a.0", 0, 0),
+    Copy("w.lora_B.weight", 0, 0, 24, 4, "p.lora_b.0", 0, 0),
+)
+
+
+def adapted() -> tuple[dict[str, torch.Tensor], Staging]:
+    """Return frozen weights with an adapter, and their staging."""
+    sizes = {"w.weight": (24, 8), "w.lora_A.weight": (4, 8), "w.lora_B.weight": (24, 4)}
+    params = {name: torch.randn(size) for name, size in sizes.items()}
+    return params, Staging(params, {0: ADAPTED}, torch.float32, slice_bytes=500, block_bytes=96, adapter_scale=1.5)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_frozen_weights_are_packed_once_per_slot_and_adapters_scaled(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, staging = adapted()
+    if on_gpu:  # packs a run at once, and then hashes it
+        monkeypatch.setattr(staging, "_pack_blocks", staging._pack_runs)
+        cut = {0: blocks(ADAPTED, 24)}
+        hashes = [{0: checksums_of([parts_of(run[0], b) for b in cut[0]], None)} for run in staging.runs]
+        monkeypatch.setattr(staging, "_hashes", hashes)
+    first = params["w.weight"].clone()
+    for serial in range(1, 5):
+        params["w.lora_B.weight"].add_(1)
+        if serial == 3:
+            params["w.weight"].add_(1)  # no trainer does: that it is not packed again shows
+        if serial == 4:
+            staging.forget_frozen()
+        slot = serial % 2
+        (manifest,) = staging.pack(serial, slot, serial).values()
+        run = staging.runs[slot][0]
+        assert torch.equal(run[:192].view(24, 8), params["w.weight"] if serial == 4 else first)
+        assert torch.equal(run[192:224].view(4, 8), params["w.lora_A.weight"])
+        assert torch.equal(run[224:].view(24, 4), 1.5 * params["w.lora_B.weight"])
+        assert manifest.checksums == tuple(checksum(octets(run, block)) for block in blocks(ADAPTED, 24))
+
+
+def test_no_slice_for_another_host_has_adapters_and_frozen_weights() -> None:
+    _, staging = adapted()
+    assert [len(part) for part in staging._slices(0, staging.runs[0][0])] == [500, 4 * 192 - 500, 500, 12]

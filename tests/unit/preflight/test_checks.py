@@ -47,6 +47,15 @@ def test_the_defaults_run() -> None:
         ),
         ('[hosts]\ndevice = "cuda"', 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'),
         (
+            '[lora]\nrank = 4\nsync = "adapter"',
+            "lora.rank: expected 1, 8, 16, 32, 64, 128, 256, 320 or 512, the ranks of vLLM's adapters (lora.sync = "
+            '"merge" allows any), found 4',
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\n[lora]\nrank = 8\nsync = "adapter"',
+            'lora.sync: expected "merge" for qwen3_moe: with adapters vLLM computes experts in another way',
+        ),
+        (
             "[rollout]\nmax_new_tokens = 250",
             "training.seq_len: expected at least 257 (a prompt of 7 and rollout.max_new_tokens = 250), found 256",
         ),

@@ -11,14 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.shapes import LLAMA_8B, LLAMA_70B
-from support.weight_layouts import TINY, execute, hf_sizes, layout, numbered
+from support.weight_layouts import NO_LORA, TINY, execute, hf_sizes, layout, numbered
 from titan_rl.actors.vllm.vllm_params import param_shapes, pieces, verify_complete
+from titan_rl.config.sections import LoraSection
+from titan_rl.wire.adapters import LAYERS, adapter_parameters, adapter_sizes, targets
+from titan_rl.wire.manifest import blocks
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, plan
 
+FUSED = {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}
+FUSED |= {"self_attn.o_proj": "o", "mlp.down_proj": ("down",)}
 
-def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, rank: int) -> dict[str, np.ndarray]:
-    """Return vLLM's parameters, made by fusing and slicing whole tensors. Padding is 0."""
+
+def live_parameters(
+    tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, rank: int, lora: LoraSection = NO_LORA
+) -> dict[str, np.ndarray]:
+    """Return vLLM's parameters, made by fusing and slicing whole tensors. Padding is 0, and so are the adapters of
+    layers that have none but are fused with one that does."""
 
     def padded(w: np.ndarray) -> np.ndarray:
         return np.concatenate([w, np.zeros((-len(w) % 64, w.shape[1]), w.dtype)])
@@ -53,7 +62,18 @@ def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, 
         live |= {name: w for name, w in t.items() if name.startswith(f"model.layers.{i}.") and "norm" in name}
     if not shape.tied:
         live["lm_head"] = mine(padded(t["lm_head"]))
-    return {f"{name}.weight": w for name, w in live.items()} | biases | stacks
+    stacked, adapted = dict[str, np.ndarray](), targets(lora, shape) if lora.on else []
+    zeros = adapter_sizes(LoraSection(rank=lora.rank), shape)
+    for layer, parts in FUSED.items() if adapted else ():
+        if not set(parts) & set(adapted):
+            continue
+        for at, i, part in ((f"model.layers.{n}", i, p) for n in range(shape.n_layers) for i, p in enumerate(parts)):
+            names = [f"{at}.{LAYERS[part]}.lora_{matrix}.weight" for matrix in "AB"]
+            a, b = (tensors.get(name, np.zeros(zeros[name], np.int64)) for name in names)
+            by_columns = part in ("o", "down")
+            stacked[f"{at}.{layer}.lora_a.{i}"] = mine(a, axis=1) if by_columns else a
+            stacked[f"{at}.{layer}.lora_b.{i}"] = b if by_columns else mine(kv(b) if part in ("k", "v") else b)
+    return {f"{name}.weight": w for name, w in live.items()} | biases | stacks | stacked
 
 
 @st.composite
@@ -81,21 +101,25 @@ def shapes(draw: st.DrawFn, tp: int) -> ModelShape:
 def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> None:
     readers = data.draw(st.sampled_from([1, 2, 4, 8]), "generator tp")
     shape = data.draw(shapes(readers), "shape")
+    some = data.draw(st.lists(st.sampled_from(["q", "v", "o"] if shape.experts else [*LAYERS]), unique=True), "targets")
+    lora = data.draw(st.sampled_from([NO_LORA, LoraSection(rank=1), LoraSection(rank=3, targets=some)]), "adapters")
     mesh = data.draw(
         st.fixed_dictionaries({"replicate": st.integers(1, 3), "fsdp": st.integers(1, 5), "tp": st.integers(1, 3)})
     )
     ranks = mesh["fsdp"] * mesh["tp"]
     ep = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]), "experts over")
-    trainer = layout(shape, **mesh, ep=ep)
-    made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
+    trainer = layout(shape, **mesh, ep=ep, lora=lora)
+    applied = lora if lora.on else None
+    made = plan(trainer, [pieces(shape, tp=readers, rank=rank, lora=applied) for rank in range(readers)])
     assert list(made.copies) == [(t, r) for t in range(len(trainer)) for r in range(readers)], "one run for every pair"
 
-    tensors = {name: w + 1 for name, w in numbered(hf_sizes(shape)).items()}  # 0 is padding
+    tensors = {name: w + 1 for name, w in numbered(hf_sizes(shape, lora)).items()}  # 0 is padding
     held = [
         {s.name: tensors[s.name][s.row0 : s.row0 + s.rows, s.col0 : s.col0 + s.cols] for s in shards}
         for shards in trainer
     ]
-    planned = {name: size if len(size) > 1 else (*size, 1) for name, size in param_shapes(shape, readers).items()}
+    shapes_of_rank = param_shapes(shape, readers, applied)
+    planned = {name: size if len(size) > 1 else (*size, 1) for name, size in shapes_of_rank.items()}
     sizes = {name: (math.prod(size[:-1]), size[-1]) for name, size in planned.items()}
     live = [{name: np.zeros(size, np.int64) for name, size in sizes.items()} for _ in range(readers)]
     written = [{name: np.zeros(size, np.int64) for name, size in sizes.items()} for _ in range(readers)]
@@ -103,7 +127,7 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
     execute(made, [{name: np.ones_like(w) for name, w in shards.items()} for shards in held], written)
 
     for rank in range(readers):
-        expected = live_parameters(tensors, shape, readers, rank)
+        expected = live_parameters(tensors, shape, readers, rank, lora)
         assert expected.keys() == live[rank].keys()
         for name, values in expected.items():
             np.testing.assert_array_equal(live[rank][name], values, err_msg=name)
@@ -115,6 +139,15 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
     for first in range(len(trainer) // mesh["replicate"]):
         replicas = sent[first :: len(trainer) // mesh["replicate"]]
         assert max(replicas) - min(replicas) <= largest + ROUTING_SLACK * sum(sent) / len(sent)
+
+
+def test_adapters_end_each_run_in_blocks_of_their_own() -> None:
+    lora = LoraSection(rank=8)
+    run = plan(layout(TINY, lora=lora), [pieces(TINY, tp=1, rank=0, lora=lora)]).outgoing(0)[0]
+    cut = blocks(run, 1 << 10)
+    assert [copy.adapts for copy in run] == sorted(copy.adapts for copy in run)
+    assert all(len({copy.adapts for copy in block.copies}) == 1 for block in cut)
+    assert sum(block.elements for block in cut if block.copies[0].adapts) == adapter_parameters(lora, TINY)
 
 
 @st.composite

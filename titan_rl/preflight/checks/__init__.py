@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks import algorithm, folders, hosts, machine, model, rollouts, task, trackers
+from titan_rl.preflight.checks import adapters, algorithm, folders, hosts, machine, model, rollouts, task, trackers
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
@@ -74,6 +74,7 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
     yield from model.check_parallelism(config, shape)
     yield from model.check_quantization(config, shape, device)
     yield from model.check_lora(config, shape)
+    yield from adapters.check_adapter_sync(config, shape, device)
     yield from algorithm.check_sampling(config, shape)
     yield from model.check_roles(config, shape)
     if gpus.nbytes:
