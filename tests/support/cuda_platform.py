@@ -1,46 +1,44 @@
-"""vLLM's CUDA build on a machine without a GPU: NVML answers for 8 H100s, and vLLM believes it.
-
-Run with the Python of a `cuda` install: prints a JSON line for each folder named on the command line.
-"""
+"""What vLLM's CUDA build decides for the engines of presets. Runs by cuda_on_cpu.py: nothing is computed."""
 
 import json
-import os
-import sys
-import types
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.vllm_args import engine_args
+from titan_rl.actors.vllm.engine import Engine, EngineSettings
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 
-MEMORY = 80 << 30
+
+class Built(Exception):
+    """Ends the construction of an engine where vLLM would build its own."""
 
 
-def pretend() -> None:
-    from vllm.utils.import_utils import import_pynvml
+def print_facts(*presets_and_folders: str) -> None:
+    """Print a JSON line for each preset and its model's folder."""
+    for name, folder in zip(presets_and_folders[::2], presets_and_folders[1::2], strict=True):
+        print(json.dumps(facts_of(on_device(load(find(name)), "cuda"), folder)))
 
-    nvml: Any = import_pynvml()
-    nvml.nvmlInit = nvml.nvmlShutdown = lambda *_: None
-    nvml.nvmlDeviceGetCount = lambda: 8
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: 0
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
-    nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H100 80GB HBM3"
-    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=MEMORY, free=MEMORY, used=0)
-    nvml.nvmlDeviceGetP2PStatus = lambda *_: nvml.NVML_P2P_STATUS_OK
-    nvml.nvmlSystemGetDriverVersion = lambda: "580.95"
-    nvml.nvmlSystemGetCudaDriverVersion = lambda: 13000
+
+def arguments_of(settings: EngineSettings) -> Any:
+    """Return the EngineArgs that an Engine gives to vLLM."""
+    from vllm import LLMEngine
+
+    def build(arguments: Any) -> None:
+        raise Built(arguments)
+
+    engine: Any = LLMEngine
+    engine.from_engine_args = build
+    try:
+        Engine(settings)
+    except Built as built:
+        return built.args[0]
+    raise AssertionError("Engine built no LLMEngine")
 
 
 def facts_of(config: Config, folder: str) -> dict[str, Any]:
-    """Return what vLLM decides for a config's engine, and the parameters of its model."""
+    """Return what vLLM decides for one rank of a config's engine, and the parameters of its model."""
     import torch
-    from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -49,10 +47,11 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
     from titan_rl.actors.vllm.vllm_params import verify_complete
     from titan_rl.wire.model_shape import shape_of_folder
 
-    g = config.generator
-    own: Any = {**asdict(g), "max_model_len": config.training.seq_len}
+    g = replace(config.generator, tensor_parallel_degree=1)
+    own: Any = {**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len}
     settings = EngineSettings(**own, model_dir=folder, sleeps=config.placement.kind == "colocated")
-    decided = EngineArgs(**engine_args(settings), enable_sleep_mode=settings.sleeps).create_engine_config()
+    arguments = arguments_of(settings)
+    decided = arguments.create_engine_config()
     with set_current_vllm_config(decided):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
@@ -66,16 +65,14 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
     return {
         "v2": bool(decided.use_v2_model_runner),
         "attention": attention,
-        "graphs": str(decided.compilation_config.cudagraph_mode),
+        "graphs": str(decided.compilation_config.cudagraph_mode.name),
         "batch": decided.scheduler_config.max_num_batched_tokens,
+        "moe": decided.kernel_config.moe_backend,
+        "sleep": (decided.model_config.enable_sleep_mode, decided.model_config.sleep_mode_backend),
+        "memory": decided.cache_config.gpu_memory_utilization,
+        "async": bool(decided.scheduler_config.async_scheduling),
+        "logprobs": decided.model_config.logprobs_mode,
         "contiguous": all(p.is_contiguous() for p in model.parameters()),
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-
-
-if __name__ == "__main__":
-    os.environ |= {**ENV, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    pretend()
-    for name, model_folder in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        assert Path(model_folder, "config.json").exists()
-        print(json.dumps(facts_of(load(find(name)), model_folder)))
