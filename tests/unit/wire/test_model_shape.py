@@ -263,3 +263,63 @@ def test_what_qwen_and_mistral_say_of_windows_is_read() -> None:
     assert ModelShape.from_hf(mistral | {"layer_types": ["sliding_attention"] * 2}).sliding_window == 96
     del mistral["sliding_window"]
     assert ModelShape.from_hf(mistral).sliding_window == 4096, "transformers' default"
+
+
+BY_TRANSFORMERS_4: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        **{"architectures": ["Gemma3ForCausalLM"], "head_dim": 32, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+        **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    },
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "rope_theta": 5e6, "no_rope_layer_interval": 4},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "rope_scaling": None},
+    "olmo3": {
+        **{"architectures": ["Olmo3ForCausalLM"], "rope_theta": 5e5, "sliding_window": 4096},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32},
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "rope_theta": 25e4, "rope_scaling": None, "sliding_window": None},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS_4)
+def test_a_config_of_transformers_4_means_what_transformers_5_reads_from_it(kind: str) -> None:
+    """Keys that are left out have transformers' defaults: which layers have a window, or no rotary embeddings."""
+    sizes = {
+        **{"vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    }
+    keys = sizes | BY_TRANSFORMERS_4[kind]
+    five = AutoConfig.for_model(kind, **keys).to_dict()
+    assert ModelShape.from_hf({"model_type": kind, **keys}) == ModelShape.from_hf(five)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: expected false, found 30.0"),
+        ("gemma3", {"hidden_activation": "silu"}, 'hidden_activation: expected "gelu_pytorch_tanh", found "silu"'),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a positive integer, found 0"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "full_attention or sliding_attention for each of 2 layers"),
+        ("gemma3", {"sliding_window": None}, "sliding_window: expected a positive integer, found null"),
+        (
+            "olmo3",
+            {"layer_types": ["linear_attention"] * 2},
+            "full_attention or sliding_attention for each of 2 layers",
+        ),
+        ("phi3", {"sliding_window": 2047}, "sliding_window: expected null, as vLLM ignores it for Phi-3, found 2047"),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope"}}, "expected rope_type default for all layers"),
+        (
+            "glm4",
+            {"rope_parameters": {"partial_rotary_factor": 1.5}},
+            "partial_rotary_factor: expected a number above 0",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected a 0 or a 1 for each of 2 layers, found [1]"),
+        ("qwen3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected no such key, found [1, 0]"),
+    ],
+)
+def test_unsupported_parts_of_a_family(family: Any, change: dict[str, Any], message: str) -> None:
+    shape = replace(LLAMA, family=family, sliding_window=96 if family in ("gemma3", "olmo3") else 0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelShape.from_hf(shape.hf_config(bos=1, eos=2, pad=0) | change)
