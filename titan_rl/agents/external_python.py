@@ -27,7 +27,7 @@ CHILD = (
     f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
-    "from titan_rl.wire.supervisor import fork_worker; fork_worker(os.getppid()); "
+    "from titan_rl.wire.supervisor import fork_worker; fork_worker(os.getppid(), own_temp=True); "
     "from titan_rl.agents.external_program import serve; asyncio.run(serve())"
 )
 """The child imports this project's files, but no package that is installed for this Python. All that it starts ends

@@ -16,18 +16,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 SERVER = """
-import json, os, shutil, sys, threading
+import json, os, sys, threading
 from verifiers.v1.serve.pool import serve_env
 
 def end():
     sys.stdin.read()
-    shutil.rmtree(os.path.dirname(sys.argv[1].removeprefix("ipc://")), ignore_errors=True)
     os._exit(0)
 
 threading.Thread(target=end, daemon=True).start()
 serve_env(max_workers=1, address=sys.argv[1], config_data=json.loads(sys.argv[2]))
 """
-"""It ends, and its socket's folder with it, when the pipe to the process that started it does."""
+"""It ends when the pipe to the process that started it does. Its socket is in that process's temporary folder, which
+the supervisor removes."""
 START_SECONDS = 300.0
 SEAT: Mapping[str, Any] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 """Default settings of each seat: its program runs here, and asks for chat completions, the only dialect whose tokens

@@ -33,16 +33,22 @@ def how_ended(code: int) -> str:
     return f"was killed by signal {number}" if number > 0 else f"ended with exit code {code}"
 
 
-def fork_worker(starter: int) -> None:
+def fork_worker(starter: int, *, own_temp: bool = False) -> None:
     """Fork, and return only in the worker, which has its own process group. `starter`: the process that started this
     one. The supervisor keeps its copy of every connection: the starter reads the end of one when the worker and all its
-    descendants have ended."""
+    descendants have ended. With `own_temp` these have a TMPDIR of their own, which is removed after that."""
+    temp = ""
+    if own_temp:
+        import tempfile
+
+        temp = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="titan_rl-")
+        tempfile.tempdir = None  # it remembers the one before
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisor = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if worker := os.fork():
-        _supervise(worker, starter)
+        _supervise(worker, starter, temp)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(0)
@@ -50,8 +56,9 @@ def fork_worker(starter: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
-def _supervise(worker: int, starter: int) -> NoReturn:
-    """Forward signals until the worker ends. Then end all of its descendants, and exit with its exit code."""
+def _supervise(worker: int, starter: int, temp: str) -> NoReturn:
+    """Forward signals until the worker ends. Then end all of its descendants, remove the folder `temp`, and exit with
+    the worker's exit code."""
     status: int | None = None
     while status is None:
         received = signal.sigtimedwait(AWAITED, LOOK_SECONDS)
@@ -68,6 +75,10 @@ def _supervise(worker: int, starter: int) -> NoReturn:
             for child in _children():
                 os.kill(child, signal.SIGKILL)
             os.waitpid(-1, 0)  # its children are the supervisor's now
+    if temp:
+        import shutil
+
+        shutil.rmtree(temp, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else SIGNALLED - code)
 
