@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +28,7 @@ WARM = (
     *("heapq", "bisect", "io", "itertools", "math", "operator", "random", "re", "statistics", "string", "time"),
     *("typing", "traceback", "types", "unittest", "subprocess", "tempfile", "shutil", "glob", "pathlib", "socket"),
 )
-UNUSED_USERS = 61000  # to 61183: systemd leaves them free
+UNUSED_USERS = range(61000, 61184)  # systemd leaves them free
 SLACK = 64  # processes that this user may start elsewhere meanwhile, without namespaces
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -129,20 +130,21 @@ def prepare(settings: dict[str, Any]) -> Prepared:
     others = 0
     control(CHILD_SUBREAPER, 1)
     root = os.geteuid() == 0
+    user = _unused(proc) if root else 0
     if "namespaces" in layers:
         with layer("namespaces"):
             entered = root and _entered(NEWNS)
             if root and not entered:
-                become_unused()
+                become(user)
             if not entered:
                 separate(proc, NEWNS, os.geteuid())
             paths, packages = enter(paths, packages)
             if entered:
-                become_unused()
+                become(user)
     else:
         if root:
-            os.chown(folder, (user := _unused()), user)
-            become_unused()
+            os.chown(folder, user, user)
+            become(user)
         else:
             others = _tasks(proc) + SLACK
         if not root or landlock.version() >= landlock.SCOPED:
@@ -151,17 +153,21 @@ def prepare(settings: dict[str, Any]) -> Prepared:
     return Prepared(layers, proc, paths, packages, folder, others)
 
 
-def become_unused() -> None:
+def become(user: int) -> None:
     """Become a user without processes and files: the kernel does not limit root's processes."""
-    user = _unused()
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     control(SET_DUMPABLE, 1)  # the maps of a user namespace can be written again
 
 
-def _unused() -> int:
-    return UNUSED_USERS + os.getpid() % 184
+def _unused(proc: int) -> int:
+    """Return one of UNUSED_USERS that has no process: two fork servers of one user would share its limit of processes.
+    The search begins at this process's number, so that servers that start together rarely choose the same."""
+    begin = os.getpid() % len(UNUSED_USERS)
+    users = [*UNUSED_USERS[begin:], *UNUSED_USERS[:begin]]
+    owners = {owner for _, owner in _processes(proc)}
+    return next((user for user in users if user not in owners), users[0])
 
 
 def _entered(flags: int) -> bool:
@@ -174,20 +180,27 @@ def _entered(flags: int) -> bool:
 
 def _tasks(proc: int) -> int:
     """Return the number of this user's threads, as the limit of processes counts them."""
-
-    def listed(folder: str) -> list[str]:
-        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-        try:
-            return os.listdir(at)
-        finally:
-            os.close(at)
-
     count = 0
-    for name in filter(str.isdigit, listed(".")):
-        with suppress(OSError):  # it has ended
-            if os.stat(name, dir_fd=proc).st_uid == os.getuid():
-                count += len(listed(f"{name}/task"))
+    for name, owner in _processes(proc):
+        if owner == os.getuid():
+            with suppress(OSError):  # it has ended
+                count += len(_listed(proc, f"{name}/task"))
     return count
+
+
+def _processes(proc: int) -> Iterator[tuple[str, int]]:
+    """Yield number and user of each process."""
+    for name in filter(str.isdigit, _listed(proc, ".")):
+        with suppress(OSError):  # it has ended
+            yield name, os.stat(name, dir_fd=proc).st_uid
+
+
+def _listed(proc: int, folder: str) -> list[str]:
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+    try:
+        return os.listdir(at)
+    finally:
+        os.close(at)
 
 
 def _cpu_seconds() -> float:

@@ -1,6 +1,7 @@
 """Each layer alone stops its attacks, and without any layer the same attacks succeed."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from support.attacks import ATTACKS, BOMBS, Target, target
 from titan_rl.config.sections import SandboxSection
 from titan_rl.sandbox import landlock
 from titan_rl.sandbox.execution import Execution, ExecutionLimits
+from titan_rl.sandbox.fork_server import UNUSED_USERS
 from titan_rl.sandbox.requirements import ALWAYS, LAYERS
 from titan_rl.sandbox.running import ForkServer
 
@@ -103,6 +105,20 @@ def test_this_kernel_has_every_layer() -> None:
     unprivileged user namespaces."""
     assert landlock.version() >= 6
     ForkServer(SandboxSection(), [*LAYERS, *ALWAYS]).end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives the code another user")
+def test_a_server_becomes_a_user_without_processes() -> None:
+    *taken, free = UNUSED_USERS
+    sleeping = [subprocess.Popen(["sleep", "60"], user=user) for user in taken]
+    try:
+        server = ForkServer(SandboxSection(), [*LAYERS, *ALWAYS])
+        assert Path(f"/proc/{server._process.pid}").stat().st_uid == free
+        server.end()
+    finally:
+        for process in sleeping:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(("layer", "name"), CASES)
