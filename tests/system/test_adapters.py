@@ -89,7 +89,7 @@ def gyms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gyms") / "venv"
     packages = ("gymnasium==1.4.0", "skyrl-gym==0.4.0", "textarena==0.7.4")
     said = checked("gymnasium:FrozenLake-v1", "--environment.python", str(folder), "--install", *packages)
-    assert "wrong: model.hf_assets_path" in said, "the built-in tokenizer has no capitals"
+    assert "--model.hf_assets_path FOLDER takes your model's" in said, "the built-in tokenizer has no capitals"
     return folder
 
 
