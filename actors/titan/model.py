@@ -487,9 +487,8 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     if not isinstance(first, DTensor):
         return torch.cat(parts)
-    mesh = first.device_mesh
-    whole = torch.cat([part.full_tensor() for part in parts if isinstance(part, DTensor)])
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mesh, below = first.device_mesh, torch.cat([whole(part) for part in parts])
+    everywhere = DTensor.from_local(below, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=[Shard(0)] * mesh.ndim)
 
 

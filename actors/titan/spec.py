@@ -168,7 +168,7 @@ def rope(shape: ModelShape, layer: int, seq_len: int) -> ScaledRoPE.Config:
         "dim": shape.rotary_dim or shape.head_dim,
         "max_seq_len": seq_len,
         "theta": shape.window_theta if of_window else shape.rope_theta,
-        "rope_scaling": None if shape.parts.by_layer and shape.window(layer) else shape.rope_scaling,
+        "rope_scaling": None if shape.parts.full_every and shape.window(layer) else shape.rope_scaling,
     }
     if layer in shape.unrotated_layers:
         return family_parts.NoRoPE.Config(**keys)

@@ -31,7 +31,7 @@ FACTS = {
     "copy": row(THIRD, "machine", "copy on the device", unit=1e12),
     "matmul": row(THIRD, "machine", "matmul 8192^3 torch.bfloat16", unit=1e12),
     "to_host": row(THIRD, "machine", "device to pinned host", unit=1e9),
-    "kernels": row(THIRD, "compiled", "rows 8: seconds of all kernels"),  # of one microbatch of Qwen3 0.6B
+    "kernels": row(THIRD, "compiled", "rows 8: seconds of all kernels"),  # one microbatch, Qwen3 0.6B
     "launching": row(THIRD, "compiled", "rows 1: the host's share", 3, unit=1 / 8),  # a microbatch of it, by the host
     "small_parameters": row(THIRD, "compiled", "build", 3, unit=1e6),
     "small_head": Fact(151936 * 1024, "Qwen3 0.6B: tied head"),

@@ -39,7 +39,7 @@ class Case:
     config: Config
     shape: ModelShape
     prompt: int
-    answers: Sequence[int]  # of each sample
+    answers: Sequence[int]  # by sample
 
     @property
     def parts(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from support.rank_programs import MESHES
-from support.trainer_cases import config
+from support.trainer_cases import columns_of, config
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import UpTo, unpack
 from titan_rl.config.choices import Family
@@ -52,14 +52,7 @@ def samples(step: int, name: str) -> list[Sample]:
         asked = random.integers(3, 60, prompt).tolist()
         for _ in range(GROUP):
             n = prompt + int(random.integers(2, 60 if owner == 0 else 16))
-            logprobs = -4.2 + 0.1 * random.standard_normal(n)
-            columns = {
-                "behaviour": logprobs,
-                "reference": logprobs + 0.1 * random.standard_normal(n),
-                "advantage": np.full(n, random.standard_normal()),
-                "value": 0.1 * random.standard_normal(n),
-                "return": random.standard_normal(n),
-            }
+            columns = columns_of(random, n)
             tokens = asked + random.integers(3, 60, n - prompt).tolist()
             kept = None
             if name == "kept":

@@ -42,20 +42,25 @@ def config(folder: Path, parallelism: ParallelismSection, **model: object) -> Co
     )
 
 
+def columns_of(random: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    """Return random columns of a sample of `n` tokens, for every role."""
+    logprobs = -4.2 + 0.1 * random.standard_normal(n)
+    return {
+        "behaviour": logprobs,
+        "reference": logprobs + 0.1 * random.standard_normal(n),
+        "advantage": np.full(n, random.standard_normal()),
+        "value": 0.1 * random.standard_normal(n),
+        "return": random.standard_normal(n),
+    }
+
+
 def samples(step: int) -> list[Sample]:
     """Return samples of different lengths, with prompts and every role's columns. The first three are one rollout's."""
     random = np.random.default_rng(step)
     made = []
     for _ in range(12):
         n, prompt = int(random.integers(6, 30)), int(random.integers(1, 5))
-        logprobs = -4.2 + 0.1 * random.standard_normal(n)
-        columns = {
-            "behaviour": logprobs,
-            "reference": logprobs + 0.1 * random.standard_normal(n),
-            "advantage": np.full(n, random.standard_normal()),
-            "value": 0.1 * random.standard_normal(n),
-            "return": random.standard_normal(n),
-        }
+        columns = columns_of(random, n)
         tokens = random.integers(3, 60, n).tolist()
         owner = 0 if len(made) < 3 else -1
         made.append(Sample(tokens, [0] * prompt + [1] * (n - prompt), {}, sequence=owner).with_columns(**columns))

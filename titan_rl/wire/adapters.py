@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from titan_rl.config.sections import LoraSection
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.weight_plan import LORA_A, LORA_B
 
 LAYERS = {
     "q": "self_attn.q_proj",
@@ -44,7 +45,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
     'model.layers.0.mlp.up_proj.lora_A.weight'
     """
     layer = weight.removesuffix(".weight")
-    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+    return layer + LORA_A, layer + LORA_B
 
 
 def adapter_sizes(lora: LoraSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -66,7 +67,7 @@ def _sizes(lora: LoraSection, shape: ModelShape) -> Iterator[tuple[str, tuple[in
 def cut_by_tensor_parallelism(name: str) -> bool:
     """Return whether tensor parallelism cuts this matrix of an adapter: the one on the side where it cuts the layer."""
     by_columns = any(LAYERS[target] in name for target in ("o", "down"))
-    return ("lora_A" in name) == by_columns
+    return name.endswith(LORA_A) == by_columns
 
 
 def adapter_parameters(lora: LoraSection, shape: ModelShape) -> int:

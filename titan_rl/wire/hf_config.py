@@ -25,8 +25,6 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # required
 YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # optional
 MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
 FULL, WINDOW = "full_attention", "sliding_attention"
-WINDOWED = {"olmo3": 4, "gemma3_text": 6}  # every how many layers one has no window, if config.json does not tell
-DEFAULT_THETAS = {"smollm3": 2e6, "olmo3": 5e5, "gemma3_text": 1e6}  # transformers'
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -38,10 +36,10 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return transformers 5's `rope_parameters`, or build them from 4's `rope_theta` and `rope_scaling`. If layers with
     a sliding window have their own, they are not returned."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = {"rope_theta": config.get("rope_theta") or DEFAULT_THETAS.get(str(config.get("model_type")), 10000.0)}
+    rope: dict[str, Any] = {"rope_theta": config.get("rope_theta") or parts_of(config).rope_theta}
     if config.get("partial_rotary_factor"):
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
-    rope |= given.get("full_attention", {}) if by_layer(given) else given
+    rope |= given.get(FULL, {}) if by_layer(given) else given
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
 
@@ -49,12 +47,14 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def window_theta_of(config: Mapping[str, Any]) -> float:
     """Return the rotary base of the layers that have a sliding window, if other layers have none."""
     given = config.get("rope_parameters") or {}
-    of_window = given.get("sliding_attention") if by_layer(given) else None
-    if of_window:
-        return float(of_window["rope_theta"])
-    if config.get("model_type") == "gemma3_text":
-        return float(config.get("rope_local_base_freq") or 10000.0)
-    return float(rope_of(config)["rope_theta"])
+    if by_layer(given) and given.get(WINDOW):
+        return float(given[WINDOW]["rope_theta"])
+    theta = config.get("rope_local_base_freq") or parts_of(config).window_theta or rope_of(config)["rope_theta"]
+    return float(theta)
+
+
+def parts_of(config: Mapping[str, Any]) -> FamilyParts:
+    return FAMILIES[BY_MODEL_TYPE[config["model_type"]]]
 
 
 def by_layer(rope: Mapping[str, Any]) -> bool:
@@ -64,7 +64,7 @@ def by_layer(rope: Mapping[str, Any]) -> bool:
 
 def layer_types_of(config: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer, for a family whose layers differ, by transformers' defaults if need be."""
-    layers, every = config["num_hidden_layers"], WINDOWED.get(str(config.get("model_type")), 0)
+    layers, every = config["num_hidden_layers"], parts_of(config).full_every
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or every
     return config.get("layer_types") or [WINDOW if (i + 1) % every else FULL for i in range(layers)]
 
@@ -90,7 +90,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         known = ", ".join(list(BY_MODEL_TYPE)[:-1]) + f" or {list(BY_MODEL_TYPE)[-1]}"
         yield refused("model_type", known, config.get("model_type")) + why_unknown(model_type)
         return
-    parts = FAMILIES[BY_MODEL_TYPE[model_type]]
+    parts = parts_of(config)
     yield from _unsupported_heads(config, parts)
     yield from _unsupported_sizes(config, parts)
     for key in ("dtype", "torch_dtype"):
@@ -187,7 +187,7 @@ def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Itera
     if type(window) is int and not 0 < window <= MOST:
         yield refused("sliding_window", f"null, or a positive integer of at most {MOST}", window)
     layers, count = config.get("layer_types") or [], config.get("num_hidden_layers")
-    if parts.by_layer:
+    if parts.full_every:
         if type(window) is not int:
             yield refused("sliding_window", "a positive integer", window)
         if layers and (not isinstance(layers, list) or len(layers) != count or set(map(str, layers)) - {FULL, WINDOW}):
@@ -209,7 +209,7 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
             yield refused(key, "an object", config[key])
             return
     given = config.get("rope_parameters") or {}
-    nested = parts.by_layer and by_layer(given)
+    nested = bool(parts.full_every) and by_layer(given)
     if nested and not all(isinstance(part, dict) and _positive(part.get("rope_theta")) for part in given.values()):
         yield refused("rope_parameters", "a rope_theta above 0 for each type of layer", given)
         return

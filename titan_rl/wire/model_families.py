@@ -8,7 +8,7 @@ parts is one entry here.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from titan_rl.config.choices import Family
 
@@ -22,6 +22,13 @@ BEFORE: Mapping[str, NormPlace] = MappingProxyType(
 AFTER: Mapping[str, NormPlace] = MappingProxyType(
     {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "ffn_out_norm"}
 )
+
+
+def four_norms(*names: str) -> Mapping[str, NormPlace]:
+    """Return the places of a block's norms, which are named in the order in which a token passes them."""
+    return MappingProxyType(dict(zip(names, get_args(NormPlace), strict=True)))
+
+
 GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 
@@ -43,7 +50,9 @@ class FamilyParts:
     partly_rotated: bool = False  # partial_rotary_factor may leave elements of a head as they are
     interleaved_rope: bool = False  # rotates neighbouring elements of a head, not its halves
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensors of a block that the folder has as one
-    by_layer: bool = False  # layer_types names the layers that have the sliding window
+    full_every: int = 0  # without layer_types, each layer of this number has no sliding window; 0: all have it
+    rope_theta: float = 10000.0  # rotary base if config.json has none
+    window_theta: float = 0.0  # default rotary base of layers with a window; 0: that of the others
     unrotated_layers: bool = False  # no_rope_layers marks layers without rotary embeddings
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
@@ -95,6 +104,7 @@ FAMILIES: dict[Family, FamilyParts] = {
         model_type="smollm3",
         architectures={"lm": "SmolLM3ForCausalLM", "value": "SmolLM3ForSequenceClassification"},
         unrotated_layers=True,
+        rope_theta=2e6,
         heads_fill_dim=True,
         tied=True,
         derived_sizes=("head_dim",),
@@ -115,7 +125,8 @@ FAMILIES: dict[Family, FamilyParts] = {
         wide_norms=True,
         norms=AFTER,
         default_window=4096,
-        by_layer=True,
+        full_every=4,
+        rope_theta=5e5,
         heads_fill_dim=True,
         derived_sizes=("num_key_value_heads", "head_dim"),
         false_keys=("attention_bias",),
@@ -133,13 +144,8 @@ FAMILIES: dict[Family, FamilyParts] = {
         model_type="glm4",
         architectures={"lm": "Glm4ForCausalLM", "value": "Glm4ForSequenceClassification"},
         qkv_bias=None,
-        norms=MappingProxyType(
-            {
-                "input_layernorm": "attention_norm",
-                "post_self_attn_layernorm": "attention_out_norm",
-                "post_attention_layernorm": "ffn_norm",
-                "post_mlp_layernorm": "ffn_out_norm",
-            }
+        norms=four_norms(
+            *("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
         ),
         fused=GATE_UP,
         partly_rotated=True,
@@ -150,20 +156,18 @@ FAMILIES: dict[Family, FamilyParts] = {
         model_type="gemma3_text",
         architectures={"lm": "Gemma3ForCausalLM", "value": "Gemma3TextForSequenceClassification"},
         head_norms=True,
-        norms=MappingProxyType(
-            {
-                "input_layernorm": "attention_norm",
-                "post_attention_layernorm": "attention_out_norm",
-                "pre_feedforward_layernorm": "ffn_norm",
-                "post_feedforward_layernorm": "ffn_out_norm",
-            }
+        norms=four_norms(
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         ),
         norm_offset=1.0,
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
         scaled_embedding=True,
         default_window=4096,
-        by_layer=True,
+        full_every=6,
+        rope_theta=1e6,
+        window_theta=1e4,
         tied=True,
         rope_types=("default",),
         false_keys=(

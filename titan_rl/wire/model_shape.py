@@ -204,7 +204,7 @@ class ModelShape:
         layers = range(self.n_layers)
         if self.parts.unrotated_layers:
             return {"rope_parameters": rope, "no_rope_layers": [int(i not in self.unrotated_layers) for i in layers]}
-        if not self.parts.by_layer:
+        if not self.parts.full_every:
             return {"rope_parameters": rope}
         of_window = {"rope_type": "default", "rope_theta": self.window_theta or self.rope_theta}
         types = [WINDOW if self.window(i) else FULL for i in layers]
@@ -234,7 +234,7 @@ class ModelShape:
         if rope["rope_type"] == "yarn":  # vLLM has no rotary table beyond
             longest = min(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
         window = config.get("sliding_window", parts.default_window)
-        types = layer_types_of(config) if parts.by_layer else []
+        types = layer_types_of(config) if parts.full_every else []
         rotated = rotated_layers_of(config) if parts.unrotated_layers else []
         heads, dim = config["num_attention_heads"], config["hidden_size"]
         head_dim = config.get("head_dim") or dim // heads
@@ -299,8 +299,8 @@ class ShardedModel:
     block: int  # in the largest transformer block, gathered
     last: int  # in the head's group, gathered
     sent: Sequence[Sequence[int]] = ()  # moved by a weight sync, by rank and reader; empty without readers
-    adapters: int = 0  # of `held`; if there are any, nothing else is trained (LoRA)
-    adapters_whole: int = 0  # of `whole`
+    adapters: int = 0  # adapters in `held`: if there are any, nothing else is trained (LoRA)
+    adapters_whole: int = 0  # adapters in `whole`
 
 
 @dataclass(frozen=True, slots=True)

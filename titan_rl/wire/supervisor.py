@@ -36,7 +36,7 @@ def how_ended(code: int) -> str:
 def fork_worker(starter: int, *, own_temp: bool = False) -> None:
     """Fork, and return only in the worker, which has its own process group. `starter`: the process that started this
     one. The supervisor keeps its copy of every connection: the starter reads the end of one when the worker and all its
-    descendants have ended. With `own_temp` these have a TMPDIR of their own, which is removed after that."""
+    descendants have ended. With `own_temp` they get a new TMPDIR, which is removed after that."""
     temp = ""
     if own_temp:
         import tempfile

@@ -84,7 +84,7 @@ def test_rotary_tables_are_transformers_to_the_last_bit(name: str, folders: Path
     facts = json.loads((folder_of(name, folders) / "config.json").read_text())
     assert shape.rope_scaling == scaling_of(rope_of(facts))
     for layer in range(shape.n_layers):
-        kind = [facts["layer_types"][layer]] if shape.parts.by_layer else []
+        kind = [facts["layer_types"][layer]] if shape.parts.full_every else []
         cos, sin = theirs(torch.zeros(1), torch.arange(SEQ_LEN)[None], *kind)
         table = rope(shape, layer, SEQ_LEN).build().cache
         assert torch.equal(table, torch.cat([cos[0], sin[0]], dim=-1))
