@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,19 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.choices import FamilyChoice, NestedTables, Table, Tables
 from titan_rl.config.foreign_names import KEYS, foreign_hint
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, EarlierRun, Key, docs, find, load, load_of_run, schema, shipped, to_toml
+from titan_rl.config.toml import (
+    PATHS,
+    ConfigError,
+    EarlierRun,
+    Key,
+    docs,
+    find,
+    load,
+    load_of_run,
+    schema,
+    shipped,
+    to_toml,
+)
 
 FAMILIES = ", ".join(f'"{family}"' for family in get_args(FamilyChoice))
 
@@ -57,7 +70,11 @@ def values(key: Key) -> st.SearchStrategy[Any]:
 
 
 def sections(section: str, kind: Any) -> st.SearchStrategy[Any]:
-    return st.builds(kind, **{name: values(key) for name, key in schema()[section].items()})
+    def of(name: str, key: Key) -> st.SearchStrategy[Any]:
+        """A config that was loaded has no ~ before a user's path."""
+        return values(key).map(os.path.expanduser) if f"{section}.{name}" in PATHS else values(key)
+
+    return st.builds(kind, **{name: of(name, key) for name, key in schema()[section].items()})
 
 
 configs = st.builds(Config, **{section: sections(section, kind) for section, kind in get_type_hints(Config).items()})
