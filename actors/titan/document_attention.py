@@ -26,9 +26,12 @@ from titan_rl.actors.titan.document_masks import (
     varlen_masks,
 )
 
+EXTRA = 8  # elements that heads get with sinks
+
 
 class DocumentSDPA(VarlenAttention):
-    """VarlenAttention's contract as one SDPA per class of equally long segments."""
+    """VarlenAttention's contract as one SDPA per class of equally long segments. Heads may have sinks: logits in the
+    softmax's denominator."""
 
     cp_mesh: DeviceMesh | None = None  # the ranks with the other parts of the rows
 
@@ -45,6 +48,7 @@ class DocumentSDPA(VarlenAttention):
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
@@ -56,19 +60,36 @@ class DocumentSDPA(VarlenAttention):
         parts_k, parts_v = (masks.keys(x.flatten(0, 1)).split(keys) for x in (k_BLNH, v_BLNH))
         for shape, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
             q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (shape.segments, -1)).transpose(1, 2) for x in qkv)
-            mask = seen_by(shape, self.window_size[0], q_BLNH.device)
+            mask = seen_by(shape, self.window_size[0], q_BLNH.device, always=sinks_N is not None)
+            if sinks_N is not None:
+                assert mask is not None
+                assert scale is not None
+                q_SNLH, k_SNLH, v_SNLH, mask = with_sinks(q_SNLH, k_SNLH, v_SNLH, mask, sinks_N / scale)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
-            )
+            )[..., : q_BLNH.shape[-1]]
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return masks.outputs(torch.cat(outputs)).view(q_BLNH.shape)
 
 
-def seen_by(segments: SegmentClass, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return which keys each place of a segment sees, [length, keys]; None: causal, without a prefix. `window` counts
-    the places before a query's own; -1 is all."""
+def with_sinks(
+    q_SNLH: torch.Tensor, k_SNLH: torch.Tensor, v_SNLH: torch.Tensor, seen: torch.Tensor, unscaled_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add a key whose score is each head's sink for every query, and whose value is zero. It is the only key that is
+    not zero in the elements by which heads grow: SDPA's kernels take multiples of eight. torch's attention has no
+    gradient of the log-sum-exp, by which outputs could be scaled instead."""
+    sinks_SNL1 = unscaled_N[:, None, None].to(q_SNLH.dtype).expand(*q_SNLH.shape[:3], 1)
+    q_SNLH = torch.cat([q_SNLH, F.pad(sinks_SNL1, (0, EXTRA - 1))], dim=-1)
+    sink_key = F.pad(k_SNLH.new_ones(*k_SNLH.shape[:2], 1, 1), (k_SNLH.shape[-1], EXTRA - 1))
+    k_SNLH = torch.cat([F.pad(k_SNLH, (0, EXTRA)), sink_key], dim=2)
+    return q_SNLH, k_SNLH, F.pad(v_SNLH, (0, EXTRA, 0, 1)), F.pad(seen, (0, 1), value=True)
+
+
+def seen_by(segments: SegmentClass, window: int, device: torch.device, *, always: bool = False) -> torch.Tensor | None:
+    """Return which keys each place of a segment sees, [length, keys]; None, unless `always`: causal, without a prefix.
+    `window` counts the places before a query's own; -1 is all."""
     if not 0 <= window < segments.keys - 1:
-        if not segments.prefix:
+        if not (segments.prefix or always):
             return None
         window = segments.keys
     seen = torch.ones((segments.length, segments.keys), dtype=torch.bool, device=device).tril(segments.prefix)
@@ -157,14 +178,18 @@ def _replaced(attention: Any) -> str:
     return f"found {type(attention).__qualname__}, which override.imports has set"
 
 
-def overrides(device: str, compute: str) -> list[str]:
-    """Return the override of TorchTitan's attention, which may not run here, or not compute in this dtype."""
+def overrides(device: str, compute: str, *, sinks: bool = False) -> list[str]:
+    """Return the override of TorchTitan's attention, which may not run here, or not compute in this dtype. With sinks
+    it has wrong gradients: varlen_attn's backward ignores that of the log-sum-exp (torch 2.13)."""
     if device == "cuda" and compute == "float32":
         logger.warning(
             'training.mixed_precision_param = "float32": attention runs in float32 too, in torch\'s SDPA, '
             "which is slower than the FlashAttention that bfloat16 uses"
         )
-    attention = "document_attention" if device == "cpu" or compute == "float32" else "shared_attention"
+    if device == "cuda" and sinks:
+        logger.warning("attention with sinks runs in torch's SDPA, which is slower than FlashAttention")
+    by_sdpa = device == "cpu" or compute == "float32" or sinks
+    attention = "document_attention" if by_sdpa else "shared_attention"
     return [f"{__name__}.{attention}"]
 
 

@@ -7,6 +7,7 @@ which a CPU does not know. With tensor parallelism its experts may send no gradi
 from dataclasses import dataclass
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torchtitan.config import derive, override
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from titan_rl.actors.titan import private
 from titan_rl.wire.model_shape import ModelShape
@@ -43,6 +46,46 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 def _grouped(x_RI: torch.Tensor, w_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert by its weight. Expert e has the rows up to ends_E[e]."""
     return F.grouped_mm(x_RI, w_EOI.transpose(-2, -1), offs=ends_E)
+
+
+CLAMPED_CUTS: dict[str, Any] = {  # by tensor parallelism
+    **{"mlp1_weight_EGD": spmd.S(1), "mlp1_bias_EG": spmd.S(1)},
+    **{"mlp2_weight_EDF": spmd.S(2), "mlp2_bias_ED": spmd.R},
+}
+
+
+class ClampedExperts(GptOssGroupedExperts):
+    """gpt-oss's experts, with rows of gate and up in turn, in the dtype of the weights."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        into_EGD, out_EDF = _local(self.mlp1_weight_EGD), _local(self.mlp2_weight_EDF)
+        ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        rows_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
+        expert_R = torch.searchsorted(ends_E, rows_R, right=True, out_int32=True).clamp(max=len(into_EGD) - 1)
+        cuts = _tensor_parallel_degree(self.mlp1_weight_EGD)
+        hidden_RG = _grouped(x_RD.to(into_EGD.dtype), into_EGD, ends_E) + _local(self.mlp1_bias_EG)[expert_R]
+        out_RD = _grouped(swiglu(hidden_RG, limit=self.swiglu_limit), out_EDF, ends_E)
+        bias_RD: Any = ScaleBiasForward.apply(_local(self.mlp2_bias_ED)[expert_R], cuts, out_RD.dtype)
+        return (out_RD + bias_RD).type_as(x_RD)
+
+
+def _tensor_parallel_degree(weight: torch.Tensor) -> int:
+    names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
+    return weight.device_mesh["tp"].size() if isinstance(weight, DTensor) and "tp" in names else 1
+
+
+def shard_clamped(config: MoE.Config, parallelism: Any) -> None:
+    """Set how ClampedExperts are cut, as TorchTitan cuts gpt-oss's."""
+    set_moe_sharding_config(
+        config,
+        enable_ep=parallelism.expert_parallel_degree > 1,
+        enable_sp=parallelism.enable_sequence_parallel,
+        expert_param_layout=CLAMPED_CUTS,
+    )
 
 
 class Router(TokenChoiceTopKRouter):
@@ -155,6 +198,13 @@ def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) 
             comm_backend="standard",
         ),
     )
+    if shape.parts.clamped_experts:
+        zeros = {"mlp1_bias_EG": inner["bias"], "mlp2_bias_ED": inner["bias"]}
+        begin = {"mlp1_weight_EGD": init, "mlp2_weight_EDF": by_depth, **zeros}
+        config.router.gate.bias = True
+        config.routed_experts.inner_experts = ClampedExperts.Config(
+            dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=begin
+        )
     return derive(config, Mixture.Config)
 
 

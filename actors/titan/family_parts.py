@@ -1,17 +1,25 @@
 """Parts of decoders that TorchTitan's Qwen3 lacks: what the families of model_families.py differ by."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Embedding
 from torchtitan.models.common.attention import AttentionMasksType, GQAttention
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.gpt_oss.moe import ScaleBiasForward
+from torchtitan.models.gpt_oss.sharding import scaled_bias_rowwise_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
+from titan_rl.actors.titan import experts
 from titan_rl.actors.titan.rope import ScaledRoPE
 
 
@@ -24,6 +32,10 @@ class Model(Qwen3Model):
                 if isinstance(layer, Block.Config):
                     layer.attention_out_norm.sharding_config = layer.attention_norm.sharding_config
                     layer.ffn_out_norm.sharding_config = layer.ffn_norm.sharding_config
+                if isinstance(layer.attention, SinkAttention.Config):
+                    assert layer.moe is not None
+                    experts.shard_clamped(layer.moe, config.parallelism)
+                    layer.attention.shard(config.parallelism)
 
 
 class Block(Qwen3TransformerBlock):
@@ -99,6 +111,49 @@ class Attention(GQAttention):
             self.k_norm = config.k_norm.build()
         if config.scale is not None:
             self.scaling = config.scale
+
+
+class BiasedRowwiseLinear(ScaledBiasRowwiseLinear):
+    """A projection whose columns tensor parallelism cuts, with a bias that all ranks add once together. The gradient
+    of the bias is whole on each of them; TorchTitan's divides it by the ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledBiasRowwiseLinear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+        share: Any = ScaleBiasForward.apply(bias, self.tp_degree, bias.dtype)
+        return F.linear(input, weight, share)
+
+
+class SinkAttention(GQAttention):
+    """GQAttention with a sink for each head, and a bias of the output projection."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        def shard(self, parallelism: Any) -> None:
+            """Cut sinks by heads, after TorchTitan has set how all else is cut."""
+            assert self.sharding_config is not None
+            sinks = {"sinks": dense_param_placement(tp=spmd.S(0))}
+            self.sharding_config = replace(self.sharding_config, state_shardings=sinks)
+            self.wo.sharding_config = scaled_bias_rowwise_config(output_sp=parallelism.enable_sequence_parallel)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sinks = nn.Parameter(torch.empty(config.n_heads))
+
+    def forward(
+        self, x_BLD: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
+        sinks_N = self.sinks
+        if isinstance(sinks_N, DTensor):
+            sinks_N = sinks_N.to_local(grad_placements=sinks_N.placements)
+        keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa, "sinks_N": sinks_N}
+        out_BLNH = self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **keys)
+        return self.wo(out_BLNH.contiguous().flatten(2))
 
 
 class GeluFeedForward(FeedForward):

@@ -99,7 +99,8 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
     """Return the spec of `shape` with our attention and head, and with the overrides of the config."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
     private.update_from_config(spec.model, titan)  # fills sharding configs, which overrides copy
-    attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
+    compute, sinks = config.training.mixed_precision_param, shape.parts.sinks
+    attention = document_attention.overrides(device_type, compute, sinks=sinks)
     routed = experts.OVERRIDES if shape.experts else []
     imports = [heads.OVERRIDES[shape.head], *attention, *routed]
     apply_overrides(OverrideConfig(imports=[*imports, *config.override.imports]), spec.model)
@@ -328,6 +329,8 @@ class TitanModel:
             state = {name: value.to(written) for name, value in (self._merged(state) if adapters else state.items())}
             for one, parts in self.shape.fused().items():
                 state[one] = joined([state.pop(part) for part in parts])
+            for one in self.shape.stacked():
+                state[one] = transposed(state[one])
             sizes = {name: written.itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
@@ -484,11 +487,19 @@ class DeviceRows:
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return tensors below each other, sharded by rows if they were sharded."""
-    first = parts[0]
-    if not isinstance(first, DTensor):
-        return torch.cat(parts)
-    mesh, below = first.device_mesh, torch.cat([whole(part) for part in parts])
-    everywhere = DTensor.from_local(below, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _by_rows(torch.cat([whole(part) for part in parts]), parts[0])
+
+
+def transposed(stack: torch.Tensor) -> torch.Tensor:
+    """Return the transposes of stacked matrices, sharded by matrices if they were sharded."""
+    return _by_rows(whole(stack).transpose(1, 2).contiguous(), stack)
+
+
+def _by_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=[Shard(0)] * mesh.ndim)
 
 

@@ -10,6 +10,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titan_rl.actors.sync.held_shards import local_tensors, shards_of
+from titan_rl.wire.model_shape import BLOCKS, SCALES
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by 3 bits; the fourth is the sign
+EXPONENT_BIAS = 127
 
 
 @torch.no_grad()
@@ -31,7 +35,22 @@ def read_shards(
         for shard in shards_of(parameters.items(), hf_names):
             if shard.rows and shard.cols:
                 target = local[shard.name]
-                name, row0 = folder_rows.get(shard.name, (shard.name, 0))
-                rows = slice(row0 + shard.row0, row0 + shard.row0 + shard.rows)
-                columns = [slice(shard.col0, shard.col0 + shard.cols)] if target.dim() > 1 else []
-                target.copy_(tensors[name][(rows, *columns)])
+                name, first = folder_rows.get(shard.name, (shard.name, 0))
+                in_4_bits = name + BLOCKS in tensors
+                stacked = in_4_bits or len(tensors[name].get_shape()) == 3  # matrices of experts, transposed
+                row0 = shard.row0 if stacked else first + shard.row0
+                rows, columns = slice(row0, row0 + shard.rows), slice(shard.col0, shard.col0 + shard.cols)
+                if in_4_bits:
+                    packed = (tensors[name + end][first, rows] for end in (BLOCKS, SCALES))
+                    target.copy_(of_mxfp4(*packed)[:, columns])
+                elif stacked:
+                    target.copy_(tensors[name][first, columns, rows].T)
+                else:
+                    target.copy_(tensors[name][(rows, columns) if target.dim() > 1 else rows])
+
+
+def of_mxfp4(blocks_RG16: Tensor, scales_RG: Tensor) -> Tensor:
+    """Return the numbers of 4 bits with common exponents. A byte has the lower number in its lower bits."""
+    codes = torch.stack([blocks_RG16 & 15, blocks_RG16 >> 4], dim=-1).long()
+    exponents = scales_RG.int()[..., None, None] - EXPONENT_BIAS
+    return torch.ldexp(torch.cat([FP4, -FP4])[codes], exponents).flatten(1)

@@ -32,6 +32,17 @@ from titan_rl.wire.model_shape import ModelShape
 
 NO_DIMENSION = -1
 ADAPTER = re.compile(r"\.lora_([ab])(?=\.weight$)")
+STACKED = "moe.routed_experts.inner_experts."
+GPT_OSS = {  # names in a block
+    "self_attn.o_proj.bias": "attention.wo.bias",
+    "self_attn.sinks": "attention.sinks",
+    "mlp.router.weight": "moe.router.gate.weight",
+    "mlp.router.bias": "moe.router.gate.bias",
+    "mlp.experts.{}.gate_up_proj": f"{STACKED}mlp1_weight_EGD",
+    "mlp.experts.gate_up_proj_bias": f"{STACKED}mlp1_bias_EG",
+    "mlp.experts.{}.down_proj": f"{STACKED}mlp2_weight_EDF",
+    "mlp.experts.down_proj_bias": f"{STACKED}mlp2_bias_ED",
+}
 Init = dict[str, Callable[..., Any]]
 
 
@@ -40,6 +51,7 @@ class Adapter(Qwen3StateDictAdapter):
     family, and with experts that are replicated."""
 
     norms: Mapping[str, NormPlace] = BEFORE
+    gpt_oss: bool = False  # sinks, biases everywhere, and its kind of experts
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
@@ -50,6 +62,20 @@ class Adapter(Qwen3StateDictAdapter):
             del self.from_hf_map[f"model.{layer}.{norm}.weight"]
         for norm, place in self.norms.items():
             self.from_hf_map[f"model.{layer}.{norm}.weight"] = f"{layer}.{place}.weight"
+        if self.gpt_oss:
+            del self.from_hf_map[f"model.{layer}.mlp.gate.weight"]
+            for hf, name in GPT_OSS.items():
+                self.from_hf_map[f"model.{layer}.{hf}"] = f"{layer}.{name}"
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Translate a state. gpt-oss's experts stay stacked, by the names of the folder's tensors."""
+        stacks, back = dict[str, Any](), {name: hf for hf, name in self.from_hf_map.items()}
+        for name in [name for name in state_dict if self.gpt_oss and STACKED in name]:
+            _, layer, rest = name.split(".", 2)
+            hf = back[f"layers.{{}}.{rest}"].replace("{}", layer, 1)
+            stacks[hf.replace(".{}", "")] = state_dict[name]
+        others = {name: value for name, value in state_dict.items() if not (self.gpt_oss and STACKED in name)}
+        return super().to_hf(others) | stacks
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple[Placement, ...], device_mesh: DeviceMesh
@@ -114,7 +140,7 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
         parallelize_fn=qwen3.parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=type("FamilyAdapter", (Adapter,), {"norms": parts.norms}),
+        state_dict_adapter=type("FamilyAdapter", (Adapter,), {"norms": parts.norms, "gpt_oss": parts.sinks}),
     )
 
 
@@ -133,8 +159,14 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
     )
     qkv: Any = attention.qkv_linear
     qkv.wq.bias = qkv.wkv.bias = shape.qkv_bias
-    if parts.wide_norms or shape.query_scalar:
-        keys: dict[str, Any] = {key.name: getattr(attention, key.name) for key in fields(attention) if key.init}
+    keys: dict[str, Any] = {key.name: getattr(attention, key.name) for key in fields(attention) if key.init}
+    if parts.sinks:
+        wo = attention.wo
+        sizes: dict[str, Any] = {"in_features": wo.in_features, "out_features": wo.out_features, "bias": True}
+        keys["wo"] = family_parts.BiasedRowwiseLinear.Config(**sizes, param_init=wo.param_init)
+        keys["param_init"] = {"sinks": init.linear["weight"]}
+        attention = family_parts.SinkAttention.Config(**keys)
+    elif parts.wide_norms or shape.query_scalar:
         attention = family_parts.Attention.Config(
             **keys,
             k_norm=norm(shape, shape.qk_norms["k"], wide=True) if parts.wide_norms else None,
@@ -164,11 +196,12 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
 def rope(shape: ModelShape, layer: int, seq_len: int) -> ScaledRoPE.Config:
     """Return the rotary embedding of a layer, with tables for rows of `seq_len` tokens."""
     of_window = bool(shape.window_theta and shape.window(layer))
+    other = shape.parts.full_every and not shape.parts.one_rope  # layers with a window have other tables
     keys: dict[str, Any] = {
         "dim": shape.rotary_dim or shape.head_dim,
         "max_seq_len": seq_len,
         "theta": shape.window_theta if of_window else shape.rope_theta,
-        "rope_scaling": None if shape.parts.full_every and shape.window(layer) else shape.rope_scaling,
+        "rope_scaling": None if other and shape.window(layer) else shape.rope_scaling,
     }
     if layer in shape.unrotated_layers:
         return family_parts.NoRoPE.Config(**keys)

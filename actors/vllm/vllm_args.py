@@ -33,6 +33,8 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
     values = asdict(settings)
     keys = {VLLM_NAMES.get(key, key): value for key, value in values.items() if key not in NOT_VLLMS}
+    # A sync writes whole numbers, also where the folder has experts in 4 bits. vLLM's loader takes no None.
+    whole = {"quantization_config": None} if values["load_format"] == "dummy" else {}
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
@@ -44,7 +46,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "async_scheduling": False,  # a step returns its own tokens, so their version is known
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
-        "hf_overrides": {"head_dtype": values["head_dtype"]},
+        "hf_overrides": {"head_dtype": values["head_dtype"], **whole},
         "disable_log_stats": True,
     }
 

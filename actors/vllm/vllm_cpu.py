@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.wire import failpoints
+from titan_rl.wire.hf_config import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +75,14 @@ def keep_expert_weights() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    def silu_and_mul(both: "Tensor") -> "Tensor":
+        gate, up = both.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def clamped_swiglu(both: "Tensor") -> "Tensor":
+        gate, up = both[..., ::2].clamp(max=SWIGLU_LIMIT), both[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * (gate * (gate * SWIGLU_ALPHA).sigmoid())
+
     def apply(
         self: Any,
         output: "Tensor",
@@ -85,13 +94,15 @@ def keep_expert_weights() -> None:
         activation: Any,
         **_: Any,
     ) -> None:
-        if activation != MoEActivation.SILU or self.w1_bias is not None:
-            raise ValueError(f"expected experts with silu and without biases, found {activation}, {self.w1_bias}")
+        if activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
+            raise ValueError(f"expected experts with silu or swigluoai, found {activation}")
+        clamped = activation == MoEActivation.SWIGLUOAI
         summed = torch.zeros_like(output, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             token, nth = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-            out = linear(silu(gate) * up, w2[expert])
+            b1, b2 = (bias if bias is None else bias[expert] for bias in (self.w1_bias, self.w2_bias))
+            both = linear(hidden_states[token], w1[expert], b1)
+            out = linear(clamped_swiglu(both) if clamped else silu_and_mul(both), w2[expert], b2)
             summed.index_add_(0, token, out.float() * topk_weights[token, nth, None].float())
         output.copy_(summed)
 

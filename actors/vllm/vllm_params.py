@@ -14,6 +14,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece
 
 W13, W2 = "routed_experts.w13_weight", "routed_experts.w2_weight"  # [E, 2F, D], [E, D, F]
+W13_BIAS, W2_BIAS = "routed_experts.w13_bias", "routed_experts.w2_bias"  # [E, 2F], [E, D]
 SCALE = "_scale"  # vLLM's suffix of the parameter with the scales of an fp8 weight's rows  # [rows, 1]
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
 
@@ -140,14 +141,12 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
     def embedding(name: str) -> tuple[str, list[_Part]]:
         return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
 
-    def by_columns(name: str, cols: int) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, dim, cols, col_cuts=tp)]
-
-    yield embedding("model.embed_tokens.weight")
+    embed, attn = ("embedding", "attn") if shape.parts.sinks else ("embed_tokens", "self_attn")  # vLLM's names
+    yield f"model.{embed}.weight", embedding("model.embed_tokens.weight")[1]
     for layer in range(shape.n_layers):
         at = f"model.layers.{layer}"
         yield (
-            f"{at}.self_attn.qkv_proj.weight",
+            f"{at}.{attn}.qkv_proj.weight",
             [
                 _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
                 _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
@@ -156,14 +155,17 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
         )
         if shape.qkv_bias:
             yield (
-                f"{at}.self_attn.qkv_proj.bias",
+                f"{at}.{attn}.qkv_proj.bias",
                 [
                     _Part(f"{at}.self_attn.q_proj.bias", q, 1, row_cuts=tp),
                     _Part(f"{at}.self_attn.k_proj.bias", kv, 1, row_cuts=kv_cuts),
                     _Part(f"{at}.self_attn.v_proj.bias", kv, 1, row_cuts=kv_cuts),
                 ],
             )
-        yield by_columns(f"{at}.self_attn.o_proj.weight", q)
+        yield f"{at}.{attn}.o_proj.weight", [_Part(f"{at}.self_attn.o_proj.weight", dim, q, col_cuts=tp)]
+        if shape.parts.sinks:
+            yield f"{at}.{attn}.o_proj.bias", [_Part(f"{at}.self_attn.o_proj.bias", dim, 1)]
+            yield f"{at}.{attn}.sinks", [_Part(f"{at}.self_attn.sinks", shape.n_heads, 1, row_cuts=tp)]
         for x, size in shape.qk_norms.items():
             yield vector(f"{at}.self_attn.{x}_norm.weight", size)
         yield from _feed_forward(shape, f"{at}.mlp", tp)
@@ -190,6 +192,9 @@ def _adapters(shape: ModelShape, tp: int, lora: LoraSection) -> Iterator[tuple[s
 
 def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:
     """Yield the parameters of a layer's feed-forward, or of its router and experts. Each rank has a part of each."""
+    if shape.parts.clamped_experts:
+        yield from _clamped_experts(shape, at, tp)
+        return
     names = [f"{at}.experts.{expert}" for expert in range(shape.experts)] or [at]
     halves = [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")]
     into = [_Part(half, shape.hidden_dim, shape.dim, row_cuts=tp) for half in halves]
@@ -201,3 +206,17 @@ def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, li
     yield f"{at}.gate.weight", [_Part(f"{at}.gate.weight", shape.experts, shape.dim)]
     yield f"{at}.experts.{W13}", into
     yield f"{at}.experts.{W2}", out
+
+
+def _clamped_experts(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield the parameters of gpt-oss's router and experts, whose rows of gate and up alternate on both sides."""
+    if tp > 1:
+        raise ValueError(f"[generator] tensor_parallel_degree: expected 1 for {shape.family}, found {tp}")
+    experts, wide, dim = shape.experts, 2 * shape.hidden_dim, shape.dim
+    yield f"{at}.router.weight", [_Part(f"{at}.router.weight", experts, dim)]
+    yield f"{at}.router.bias", [_Part(f"{at}.router.bias", experts, 1)]
+    each = [f"{at}.experts.{i}" for i in range(experts)]
+    yield f"{at}.experts.{W13}", [_Part(f"{name}.gate_up_proj", wide, dim) for name in each]
+    yield f"{at}.experts.{W13_BIAS}", [_Part(f"{at}.experts.gate_up_proj_bias", experts, wide)]
+    yield f"{at}.experts.{W2}", [_Part(f"{name}.down_proj", dim, shape.hidden_dim) for name in each]
+    yield f"{at}.experts.{W2_BIAS}", [_Part(f"{at}.experts.down_proj_bias", experts, dim)]

@@ -17,6 +17,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, keys)
@@ -69,6 +70,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, ke
         "Qwen3MoeConfig",
         {**WIDE, **EXPERTS, "tie_word_embeddings": True, "norm_topk_prob": False, "num_experts_per_tok": 3},
     ),
+    "gpt-oss, window 16": ("GptOssConfig", GPT_OSS),
+    "gpt-oss, wide heads, yarn within": (
+        "GptOssConfig",
+        {
+            **GPT_OSS | WIDE | {"num_local_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+            "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
 }
 
 
@@ -84,7 +93,7 @@ def make_folder(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(build(**SIZES | keys), dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.normal_(0, 0.1)
+            parameter.normal_(0, 1 if "sinks" in key else 0.1)
             if "norm" in key and not kind.startswith("Gemma"):
                 parameter.add_(1)
     model.save_pretrained(folder)

@@ -15,7 +15,6 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return sequences that vLLM sampled from each folder, with its log-probs, and whether the weight plan makes the
     parameters that its loader made."""
     import numpy as np
-    from safetensors.torch import load_file
 
     from titan_rl.actors.vllm.engine import Engine, EngineSettings
     from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
@@ -32,10 +31,7 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
         engine = Engine(settings)
         live = engine.params()
         verify_complete({key: tuple(p.shape) for key, p in live.items()}, shape, 1)
-        tensors = load_file(path / "model.safetensors")
-        for one, parts in shape.fused().items():
-            sizes = [shape.hf_tensors()[part][0] for part in parts]
-            tensors |= zip(parts, tensors.pop(one).split(sizes), strict=True)
+        tensors = tensors_of(path, shape)
         held = [[Shard(key, 0, len(w), 0, w[0].numel()) for key, w in tensors.items()]]
         copies = plan(held, [pieces(shape, tp=1, rank=0)]).outgoing(0)[0]
         run = live["model.norm.weight"].new_empty(sum(copy.elements for copy in copies))
@@ -58,6 +54,19 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
         del engine, live
         shut_down()
     return answers
+
+
+def tensors_of(folder: Path, shape: Any) -> dict[str, Any]:
+    """Return a folder's tensors by the names of the weight plan."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for one, parts in shape.fused().items():
+        sizes = [shape.hf_tensors()[part][0] for part in parts]
+        tensors |= zip(parts, tensors.pop(one).split(sizes), strict=True)
+    for one, experts in shape.stacked().items():
+        tensors |= zip(experts, tensors.pop(one).transpose(1, 2).contiguous(), strict=True)
+    return tensors
 
 
 def shut_down() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from support.async_gather import needs_gradient, train_tensor_parallel
 from support.gloo_ranks import on_ranks
 from support.overlays import overlay
 from support.rank_programs import STEPS, Case, train_and_export
+from titan_rl.config.choices import Family
 
+FAMILIES: tuple[Family, ...] = ("qwen3_moe", "gpt_oss")
 ALONE = Case(family="qwen3_moe", share=False)
 LAYOUTS = {
     2: ("fsdp2_ep2", "tp2_ep2", "tp2"),
@@ -24,8 +27,8 @@ LAYOUTS = {
 EXPORTS = 3  # the last layouts
 
 
-def case(layout: str, **keys: Any) -> Case:
-    return Case(family="qwen3_moe", layout=layout, share=False, **keys)
+def case(family: Family, layout: str, **keys: Any) -> Case:
+    return replace(ALONE, family=family, layout=layout, **keys)
 
 
 def answers(ranks: int, cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
@@ -34,14 +37,16 @@ def answers(ranks: int, cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[list[Any], list[Any]]:
-    return answers(1, [ALONE])
+    return answers(1, [replace(ALONE, family=family) for family in FAMILIES])
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_ranks_compute_what_one_does(ranks: int, alone: tuple[list[Any], list[Any]]) -> None:
-    cases = [case("fsdp2" if ranks == 2 else "fsdp2_tp2_ep4", sync="microbatch"), *map(case, LAYOUTS[ranks])]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_compute_what_one_does(family: Family, ranks: int, alone: tuple[list[Any], list[Any]]) -> None:
+    first = case(family, "fsdp2" if ranks == 2 else "fsdp2_tp2_ep4", sync="microbatch")
+    cases = [first, *(case(family, layout) for layout in LAYOUTS[ranks])]
     losses, exports = answers(ranks, cases)
-    (expected,), (whole,) = alone
+    expected, whole = (found[FAMILIES.index(family)] for found in alone)
     assert len(expected) == STEPS
     assert expected[0] != expected[1], "the steps differ"
     assert all(len(step) == 5 and 1 < step[2] <= step[3] for step in expected), "and the experts are used unevenly"
@@ -83,7 +88,7 @@ def trained_with(contribution: str, folder: Path) -> tuple[list[bool], list[list
 def test_the_input_is_copied_unless_torch_keeps_its_gradient(
     tmp_path: Path, alone: tuple[list[Any], list[Any]]
 ) -> None:
-    (expected,), _ = alone
+    (expected, _), _ = alone
     copies, found = on_ranks(2, train_tensor_parallel)
     assert copies == [True, True]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)

@@ -67,12 +67,14 @@ def test_a_mesh_does_not_show_in_the_numbers(layout: str, one: dict[str, Any], w
     assert found["merged_scores"] <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
-def test_other_families(family: str) -> None:
-    """Experts stay whole, as do the biases of q, k and v."""
-    layouts = ("one", "fsdp2_tp2_ep2" if family == "qwen3_moe" else "tp2")
-    one, mesh = (on_ranks(MESHES[name].world_size, trained, name, "", family) for name in layouts)
-    assert len(one["trained"]) == 2 * (4 if family == "qwen3_moe" else TARGETS) * LAYERS
+@pytest.mark.parametrize(
+    ("family", "layout", "adapted"),
+    [("qwen3_moe", "fsdp2_tp2_ep2", 4), ("gpt_oss", "fsdp2_ep2", 4), ("qwen2", "tp2", TARGETS)],
+)
+def test_other_families(family: str, layout: str, adapted: int) -> None:
+    """Experts stay whole, as do sinks and biases."""
+    one, mesh = (on_ranks(MESHES[name].world_size, trained, name, "", family) for name in ("one", layout))
+    assert len(one["trained"]) == 2 * adapted * LAYERS
     assert mesh["losses"] == pytest.approx(one["losses"], abs=1e-5)
     assert one["base_kept"]
     assert mesh["published"] <= 1e-6

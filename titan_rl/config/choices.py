@@ -14,7 +14,7 @@ Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Quantization = Literal["none", "fp8", "int8"]
 Family = Literal[
-    "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "glm4", "gemma3"
+    "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "glm4", "gemma3", "gpt_oss"
 ]
 FamilyChoice = Literal["auto", Family]
 Level = Literal["token", "sequence"]

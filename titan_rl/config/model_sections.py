@@ -25,11 +25,11 @@ class ModelSection:
     head_dim: int = bounds(0, ge=0, le=2**12)
     """Dimension of a head. 0: dim / n_heads."""
     hidden_dim: int = bounds(384, ge=2, le=2**20)
-    """Hidden size of the feed-forward layers; with qwen3_moe of each expert."""
+    """Hidden size of the feed-forward layers; with qwen3_moe and gpt_oss of each expert."""
     experts: int = bounds(8, ge=1, le=2**14)
-    """Experts in each layer of a mixture of experts (qwen3_moe)."""
+    """Experts in each layer of a mixture of experts (qwen3_moe, gpt_oss)."""
     experts_per_token: int = bounds(2, ge=1, le=2**14)
-    """Experts that compute each token, in a mixture of experts (qwen3_moe)."""
+    """Experts that compute each token, in a mixture of experts (qwen3_moe, gpt_oss)."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
     enable_weight_tying: bool = False

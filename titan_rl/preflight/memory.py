@@ -263,7 +263,7 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     queries, keys = (heads * shape.head_dim * each // tp for heads in (shape.n_heads, shape.n_kv_heads))
     wide = shape.hidden_dim * each // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
-    if config.training.mixed_precision_param == "float32":  # SDPA may keep the scores too: at most
+    if config.training.mixed_precision_param == "float32" or shape.parts.sinks:  # SDPA may keep scores too: at most
         attention += 4 * shape.n_heads // tp * config.training.seq_len
     if mode == "full":
         return stream
@@ -308,12 +308,14 @@ def adapted_per_token(config: Config, shape: ModelShape, p: ParallelismSection) 
 
 def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes that router and experts keep per token: probabilities; and for each expert of the token its
-    input, its output in float32, its number, place and weights, gate, SiLU, up and product.
+    input, its output in float32, its number, place and weights, gate, SiLU, up and product; clamped experts keep gate
+    and up before and after.
 
     All experts are taken to get equally many tokens. Tensor-parallel ranks route other tokens each if experts are dealt
     to ranks; otherwise all ranks route all tokens, and have a part of each expert."""
     each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
-    of_stream, of_hidden = shape.dim * (each + 4) + 32, 4 * shape.hidden_dim * each
+    kept = 7 if shape.parts.clamped_experts else 4
+    of_stream, of_hidden = shape.dim * (each + 4) + 32, kept * shape.hidden_dim * each
     if p.expert_parallel_degree > 1:
         return (4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden)) // tp
     return 4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden // tp)

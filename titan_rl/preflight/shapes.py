@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from titan_rl.config.sections import Config, ModelSection
+from titan_rl.wire.hf_config import GPT_OSS_EPS
 from titan_rl.wire.model_families import FAMILIES
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
@@ -12,6 +13,9 @@ ROPE_THETA = 10000.0
 """Base of its rotary position embedding."""
 NORM_EPS = 1e-6
 """Epsilon of its RMSNorm."""
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+"""gpt-oss's rotary embedding, without which vLLM has none of its models."""
 
 
 def shape_of(model: ModelSection) -> ModelShape:
@@ -26,7 +30,8 @@ def shape_of(model: ModelSection) -> ModelShape:
         least = f"at least n_heads = {model.n_heads}, because head_dim is 0"
         raise ValueError(f"model.dim: expected {least}, found {model.dim}")
     family = "llama3" if model.name == "auto" else model.name
-    routed = FAMILIES[family].experts
+    parts = FAMILIES[family]
+    routed = parts.experts
     return ModelShape(
         family=family,
         vocab_size=model.vocab_size,
@@ -38,11 +43,14 @@ def shape_of(model: ModelSection) -> ModelShape:
         hidden_dim=model.hidden_dim,
         max_seq_len=MAX_SEQ_LEN,
         rope_theta=ROPE_THETA,
-        norm_eps=NORM_EPS,
+        norm_eps=GPT_OSS_EPS if parts.sinks else NORM_EPS,
         tied=model.enable_weight_tying,
         experts=model.experts if routed else 0,
         experts_per_token=model.experts_per_token if routed else 0,
         norm_routes=routed,
+        rope_scaling=YARN if parts.rope_types == ("yarn",) else None,
+        sliding_window=parts.default_window if parts.sinks else 0,
+        full_layers=tuple(range(1, model.n_layers, 2)) if parts.sinks else (),
     )
 
 

@@ -73,6 +73,7 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded
     source_config = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
     source_config.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"
+    source_config.pop("quantization_config", None)  # the weights are not quantized any more
     _write_json(folder / "config.json", source_config | _config(policy, source_config, dtype))
     if policy.shape.head == "lm":
         _write_json(folder / "generation_config.json", _generation_config(policy))

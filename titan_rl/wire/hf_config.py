@@ -26,6 +26,7 @@ YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all
 MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
 FULL, WINDOW = "full_attention", "sliding_attention"
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
+SWIGLU_ALPHA, SWIGLU_LIMIT, GPT_OSS_EPS = 1.702, 7.0, 1e-5  # constants of vLLM's gpt-oss
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -110,14 +111,26 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
                 yield refused(key, expected, config[key])
     yield from _unsupported_windows(config, parts)
     yield from _unsupported_experts(config, parts)
-    if config.get("quantization_config"):
-        yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
+    if config.get("quantization_config") and not (parts.clamped_experts and in_mxfp4(config)):
+        expected = "weights that are not quantized" + (", or mxfp4" if parts.clamped_experts else "")
+        yield refused("quantization_config", expected, config["quantization_config"])
     yield from _unsupported_rope(config, parts)
 
 
 def experts_of(config: Mapping[str, Any]) -> Any:
     """Return the number of experts. transformers 5 writes num_local_experts, 4 num_experts."""
     return config.get("num_experts") or config.get("num_local_experts")
+
+
+def in_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether the folder's experts are numbers of 4 bits with common exponents."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def expert_size_key(parts: FamilyParts) -> str:
+    """Return the key for the rows of an expert's gate."""
+    return "intermediate_size" if parts.clamped_experts else "moe_intermediate_size"
 
 
 def refused(key: str, expected: str, found: Any) -> str:
@@ -169,9 +182,16 @@ def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Itera
         yield refused("num_experts", f"a positive integer of at most {MOST_EXPERTS}", experts)
     elif type(each) is not int or not 1 <= each <= experts:
         yield refused("num_experts_per_tok", f"a positive integer of at most num_experts = {experts}", each)
-    rows = config.get("moe_intermediate_size")
-    if type(rows) is not int or not 1 <= rows <= MOST:
-        yield refused("moe_intermediate_size", f"a positive integer of at most {MOST}", rows)
+    key = expert_size_key(parts)
+    if type(config.get(key)) is not int or not 1 <= config[key] <= MOST:
+        yield refused(key, f"a positive integer of at most {MOST}", config.get(key))
+    if parts.clamped_experts:
+        only_values = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT, "rms_norm_eps": GPT_OSS_EPS}
+        for key, only in only_values.items():
+            if config.get(key, only) != only:
+                yield refused(key, f"{only}, as vLLM computes", config[key])
+        if config.get("attention_bias") is False:
+            yield refused("attention_bias", "true", False)
     if config.get("decoder_sparse_step", 1) != 1:
         yield refused("decoder_sparse_step", "1: experts in every layer", config["decoder_sparse_step"])
     if config.get("mlp_only_layers"):
@@ -192,6 +212,8 @@ def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Itera
             yield refused("sliding_window", "a positive integer", window)
         if layers and (not isinstance(layers, list) or len(layers) != count or set(map(str, layers)) - {FULL, WINDOW}):
             yield refused("layer_types", f"{FULL} or {WINDOW} for each of {count} layers", layers)
+        elif parts.sinks and any(kind != (FULL if i % 2 else WINDOW) for i, kind in enumerate(layers)):
+            yield refused("layer_types", f"{WINDOW} and {FULL} in turn, as vLLM computes", layers)
     else:
         kind = WINDOW if window else FULL
         if not isinstance(layers, list) or any(layer != kind for layer in layers):
@@ -209,7 +231,7 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
             yield refused(key, "an object", config[key])
             return
     given = config.get("rope_parameters") or {}
-    nested = bool(parts.full_every) and by_layer(given)
+    nested = bool(parts.full_every) and not parts.one_rope and by_layer(given)
     if nested and not all(isinstance(part, dict) and _positive(part.get("rope_theta")) for part in given.values()):
         yield refused("rope_parameters", "a rope_theta above 0 for each type of layer", given)
         return
@@ -225,7 +247,7 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
     elif rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         yield refused("rope_parameters", "a low_freq_factor below the high_freq_factor", rope)
     elif rope["rope_type"] == "yarn":
-        yield from _unsupported_yarn(rope)
+        yield from _unsupported_yarn(rope, parts)
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1.0 and not parts.partly_rotated:
         yield refused("partial_rotary_factor", "1.0", factor)
@@ -233,10 +255,14 @@ def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator
         yield refused("partial_rotary_factor", "a number above 0, at most 1", factor)
 
 
-def _unsupported_yarn(rope: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported_yarn(rope: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
     wrong = [key for key in YARN_KEYS if key in rope and not _positive(rope[key])]
     if wrong:
         yield refused("rope_parameters", f"{wrong[0]} of yarn above 0, or no such key", rope)
+    elif parts.sinks and (bad := [key for key in ("beta_fast", "beta_slow") if key not in rope]):
+        yield refused("rope_parameters", f"{' and '.join(bad)} of yarn, which vLLM reads", rope)
+    elif parts.sinks and (bad := [key for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope]):
+        yield refused("rope_parameters", f"yarn without {' and '.join(bad)}, which vLLM ignores", rope)
     elif type(rope.get("truncate", True)) is not bool:
         yield refused("rope_parameters", "truncate of yarn true or false", rope)
     elif rope["factor"] < 1 or not float(rope["original_max_position_embeddings"]).is_integer():

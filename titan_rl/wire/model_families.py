@@ -51,10 +51,13 @@ class FamilyParts:
     interleaved_rope: bool = False  # rotates neighbouring elements of a head, not its halves
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensors of a block that the folder has as one
     full_every: int = 0  # without layer_types, each layer of this number has no sliding window; 0: all have it
+    one_rope: bool = False  # layers with a window have the rotary embeddings of the others
     rope_theta: float = 10000.0  # rotary base if config.json has none
     window_theta: float = 0.0  # default rotary base of layers with a window; 0: that of the others
     unrotated_layers: bool = False  # no_rope_layers marks layers without rotary embeddings
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
+    clamped_experts: bool = False  # one tensor for all experts: gate and up in turn, clamped, with biases
+    sinks: bool = False  # each head has a logit in its softmax's denominator; all projections have biases
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
     tied: bool = False  # if config.json has no tie_word_embeddings
     heads_fill_dim: bool = False  # vLLM takes no head_dim other than hidden_size / num_attention_heads
@@ -174,11 +177,24 @@ FAMILIES: dict[Family, FamilyParts] = {
             *("attention_bias", "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"),
         ),
     ),
+    "gpt_oss": FamilyParts(
+        model_type="gpt_oss",
+        architectures={"lm": "GptOssForCausalLM", "value": "GptOssForSequenceClassification"},
+        qkv_bias=True,
+        sinks=True,
+        experts=True,
+        clamped_experts=True,
+        default_window=128,
+        full_every=2,
+        one_rope=True,
+        rope_theta=1.5e5,
+        rope_types=("yarn",),
+    ),
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
 OTHER_KINDS = {  # why a model_type has no entry
-    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"),
+    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "llama4"),
     "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),
     "model with fused or partly rotated projections": ("phi", "glm", "chatglm", "gpt_neox", "stablelm"),
     "model with vision": ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "pixtral"),

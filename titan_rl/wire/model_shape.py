@@ -11,8 +11,12 @@ from titan_rl.config.choices import Family
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.wire.hf_config import (
     FULL,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     WINDOW,
+    expert_size_key,
     experts_of,
+    in_mxfp4,
     layer_types_of,
     rope_of,
     rotated_layers_of,
@@ -25,6 +29,8 @@ from titan_rl.wire.weight_plan import Piece
 
 HF_LM_HEAD = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
+MXFP4_BLOCK, BLOCKS, SCALES = 32, "_blocks", "_scales"  # numbers with one exponent; its tensors of 4 and of 8 bits
+CLAMPED = ("gate_up_proj", "down_proj")  # the matrices of each of gpt-oss's experts; their biases end in _bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class ModelShape:
     experts: int = 0  # per layer; 0: one feed-forward
     experts_per_token: int = 0
     norm_routes: bool = False  # the weights of a token's experts add up to 1
+    mxfp4: bool = field(default=False, compare=False)  # the folder has experts in 4 bits; exports do not
 
     @property
     def parts(self) -> FamilyParts:
@@ -64,6 +71,10 @@ class ModelShape:
         embeddings = self.vocab_size * self.dim + head
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
         biases = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
+        if self.parts.sinks:
+            biases += self.dim + self.n_heads
+        if self.parts.clamped_experts:
+            biases += self.experts * (2 * self.hidden_dim + self.dim + 1)
         norms = len(self.parts.norms) * self.dim + sum(self.qk_norms.values())
         block = attention + norms + biases + self.dim * (3 * self.hidden_dim * (self.experts or 1) + self.experts)
         return embeddings + self.n_layers * block + self.dim
@@ -122,6 +133,7 @@ class ModelShape:
             "self_attn.v_proj.weight": (keys, self.dim),
             **{f"self_attn.{x}_proj.bias": (rows,) for x, rows in biases.items()},
             "self_attn.o_proj.weight": (self.dim, queries),
+            **({"self_attn.o_proj.bias": (self.dim,), "self_attn.sinks": (self.n_heads,)} if self.parts.sinks else {}),
             **{f"self_attn.{x}_norm.weight": (rows,) for x, rows in self.qk_norms.items()},
             **self._feed_forward(),
         }
@@ -142,17 +154,40 @@ class ModelShape:
             for one, parts in self.parts.fused.items()
         }
 
-    def folder_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
+    def stacked(self) -> dict[str, tuple[str, ...]]:
+        """Return the experts' matrices that the folder has as one tensor, each transposed, by its name there."""
+        if not self.parts.clamped_experts:
+            return {}
+        return {
+            f"model.layers.{i}.mlp.experts.{one}": tuple(
+                f"model.layers.{i}.mlp.experts.{expert}.{one}" for expert in range(self.experts)
+            )
+            for i in range(self.n_layers)
+            for one in CLAMPED
+        }
+
+    def folder_tensors(self, *, head: bool = True, mxfp4: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the names and sizes of the tensors in a Hugging Face folder."""
         tensors = self.hf_tensors(head=head)
         for one, parts in self.fused().items():
             sizes = [tensors.pop(part) for part in parts]
             tensors[one] = (sum(rows for rows, *_ in sizes), *sizes[0][1:])
+        for one, experts in self.stacked().items():
+            sizes = [tensors.pop(expert) for expert in experts]
+            rows, columns = sizes[0]
+            if mxfp4:
+                scales = (len(sizes), rows, columns // MXFP4_BLOCK)
+                tensors |= {one + BLOCKS: (*scales, MXFP4_BLOCK // 2), one + SCALES: scales}
+            else:
+                tensors[one] = (len(sizes), columns, rows)
         return tensors
 
     def folder_rows(self) -> dict[str, tuple[str, int]]:
-        """Return where a tensor is that the folder has as part of another: its name there, and the first row."""
+        """Return where a tensor is that the folder has as part of another: its name there, and the first row, or the
+        number of the expert."""
         tensors, places = self.hf_tensors(), {}
+        for one, experts in self.stacked().items():
+            places |= {expert: (one, i) for i, expert in enumerate(experts)}
         for one, parts in self.fused().items():
             row0 = 0
             for part in parts:
@@ -161,12 +196,24 @@ class ModelShape:
         return places
 
     def _feed_forward(self) -> dict[str, tuple[int, ...]]:
+        if self.parts.clamped_experts:
+            return self._clamped_experts()
         into, out = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
         each = {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": out}
         if not self.experts:
             return {f"mlp.{name}": size for name, size in each.items()}
         router: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, self.dim)}
         return router | {f"mlp.experts.{i}.{n}": size for i in range(self.experts) for n, size in each.items()}
+
+    def _clamped_experts(self) -> dict[str, tuple[int, ...]]:
+        into, out = (2 * self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
+        each = dict(zip(CLAMPED, (into, out), strict=True))
+        return {
+            "mlp.router.weight": (self.experts, self.dim),
+            "mlp.router.bias": (self.experts,),
+            **{f"mlp.experts.{i}.{name}": size for i in range(self.experts) for name, size in each.items()},
+            **{f"mlp.experts.{name}_bias": (self.experts, rows) for name, (rows, _) in each.items()},
+        }
 
     def hf_config(self, *, bos: int | None, eos: int | list[int] | None, pad: int | None) -> dict[str, Any]:
         """Return the config.json of this model for transformers 5 and vLLM."""
@@ -198,7 +245,7 @@ class ModelShape:
         }
 
     def _hf_rope(self) -> dict[str, Any]:
-        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        rope: dict[str, Any] = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         if self.parts.partly_rotated:
             rope["partial_rotary_factor"] = (self.rotary_dim or self.head_dim) / self.head_dim
         layers = range(self.n_layers)
@@ -206,13 +253,18 @@ class ModelShape:
             return {"rope_parameters": rope, "no_rope_layers": [int(i not in self.unrotated_layers) for i in layers]}
         if not self.parts.full_every:
             return {"rope_parameters": rope}
-        of_window = {"rope_type": "default", "rope_theta": self.window_theta or self.rope_theta}
         types = [WINDOW if self.window(i) else FULL for i in layers]
+        if self.parts.one_rope:
+            return {"rope_parameters": rope, "layer_types": types}
+        of_window = {"rope_type": "default", "rope_theta": self.window_theta or self.rope_theta}
         return {"rope_parameters": {FULL: rope, WINDOW: of_window}, "layer_types": types}
 
     def _hf_experts(self) -> dict[str, Any]:
         if not self.experts:
             return {}
+        if self.parts.clamped_experts:
+            counts = {"num_local_experts": self.experts, "num_experts_per_tok": self.experts_per_token}
+            return {**counts, "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
         return {
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts_per_token,
@@ -249,7 +301,7 @@ class ModelShape:
             n_heads=heads,
             n_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=head_dim,
-            hidden_dim=config["moe_intermediate_size" if routed else "intermediate_size"],
+            hidden_dim=config[expert_size_key(parts) if routed else "intermediate_size"],
             max_seq_len=longest,
             rope_theta=theta,
             rope_scaling=scaling_of(rope),
@@ -266,7 +318,8 @@ class ModelShape:
             head=head,
             experts=experts_of(config) if routed else 0,
             experts_per_token=config["num_experts_per_tok"] if routed else 0,
-            norm_routes=routed and bool(config.get("norm_topk_prob")),
+            norm_routes=routed and bool(config.get("norm_topk_prob", parts.clamped_experts)),
+            mxfp4=in_mxfp4(config),
         )
 
 

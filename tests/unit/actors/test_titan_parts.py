@@ -118,6 +118,11 @@ def test_attention_runs_on_the_device_and_in_the_dtype(
     assert len(slower) == (device == "cuda" and compute == "float32"), "once per model, not per layer"
 
 
+def test_sdpa_computes_sinks_on_every_device() -> None:
+    on_cpu = document_attention.overrides("cpu", "bfloat16", sinks=True)
+    assert document_attention.overrides("cuda", "bfloat16", sinks=True) == on_cpu
+
+
 def test_torchtitans_sections_are_filled_from_ours() -> None:
     config = on_device(Config(), "cpu")
     titan = titan_config(config, ParallelismSection(tensor_parallel_degree=2))

@@ -37,8 +37,12 @@ def test_fp8_has_a_backend_that_reads_the_weights_as_they_land() -> None:
 
 
 def test_the_head_is_the_models_unless_it_shall_be_float32() -> None:
-    assert engine_args(SETTINGS)["hf_overrides"] == {"head_dtype": "model"}
-    assert engine_args(replace(SETTINGS, head_dtype="float32"))["hf_overrides"] == {"head_dtype": "float32"}
+    assert engine_args(replace(SETTINGS, load_format="auto"))["hf_overrides"] == {"head_dtype": "model"}
+    assert engine_args(replace(SETTINGS, head_dtype="float32"))["hf_overrides"]["head_dtype"] == "float32"
+
+
+def test_an_engine_that_gets_whole_numbers_by_sync_reads_no_quantization() -> None:
+    assert engine_args(SETTINGS)["hf_overrides"] == {"head_dtype": "model", "quantization_config": None}
 
 
 def test_a_cache_of_no_size_is_sized_by_vllm() -> None:

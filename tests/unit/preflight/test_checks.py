@@ -56,6 +56,16 @@ def test_the_defaults_run() -> None:
             'lora.sync: expected "merge" for qwen3_moe: with adapters vLLM computes experts in another way',
         ),
         (
+            '[model]\nname = "gpt_oss"\n[lora]\nrank = 8\n[parallelism]\ntensor_parallel_degree = 2',
+            "lora.targets: expected names without o, because TorchTitan's output projection of gpt_oss has no adapter "
+            "under tensor parallelism, found q, k, v, o",
+        ),
+        (
+            '[model]\nname = "gpt_oss"\n[generator]\ntensor_parallel_degree = 2',
+            "generator.tensor_parallel_degree: expected 1 for gpt_oss, because all but vLLM's first rank have zeros "
+            "for a bias of the experts, which no sync can write, found 2",
+        ),
+        (
             "[rollout]\nmax_new_tokens = 250",
             "training.seq_len: expected at least 257 (a prompt of 7 and rollout.max_new_tokens = 250), found 256",
         ),

@@ -38,6 +38,8 @@ YARN = {
     **{"rope_type": "yarn", "factor": 4.0, **LENGTH, "beta_fast": 16.0, "beta_slow": 2.0},
     **{"mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False},
 }
+YARN_ALONE = {"rope_type": "yarn", "factor": 4.0, **LENGTH}
+GPT_OSS_YARN = YARN_ALONE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 SHAPES = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied=True),
@@ -58,6 +60,13 @@ SHAPES = {
     "glm4": replace(LLAMA, family="glm4", head_dim=24, rotary_dim=12, attention_bias=True),
     "gemma3": replace(
         LLAMA, family="gemma3", head_dim=32, sliding_window=96, full_layers=(0,), window_theta=1e4, query_scalar=48
+    ),
+    "gpt-oss": replace(
+        LLAMA,
+        family="gpt_oss",
+        **{"experts": 4, "experts_per_token": 3, "norm_routes": True, "sliding_window": 96, "full_layers": (1,)},
+        rope_scaling=GPT_OSS_YARN,
+        max_seq_len=4096,
     ),
     "qwen tied head_dim": replace(LLAMA, family="qwen3", tied=True, head_dim=24, dim=50),
 }
@@ -82,12 +91,14 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())  # a tied weight is counted once
-    assert shape.folder_tensors() == on_disk({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert shape.folder_tensors() == on_disk(shape, model)
 
 
-def on_disk(sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that transformers writes for its parameters: stacks of experts one by one."""
-    found = dict[str, tuple[int, ...]]()
+def on_disk(shape: ModelShape, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that transformers writes for its parameters: stacks of experts one by one, but gpt-oss's."""
+    found, sizes = dict[str, tuple[int, ...]](), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if shape.family == "gpt_oss":
+        return sizes
     for name, size in sizes.items():
         stack, _, half = name.rpartition(".")
         if half == "gate_up_proj":
@@ -111,7 +122,7 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
         model = AutoModelForSequenceClassification.from_config(config)
     assert type(model).__name__ == shape.parts.architectures["value"]
     assert valued.parameters == sum(p.numel() for p in model.parameters())
-    assert valued.folder_tensors() == on_disk({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert valued.folder_tensors() == on_disk(shape, model)
 
 
 @shapes
@@ -166,7 +177,7 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, 'phi3, glm4 or gemma3_text, found "gpt2"'),
+        ({"model_type": "gpt2"}, 'glm4, gemma3_text or gpt_oss, found "gpt2"'),
         ({"model_type": "mixtral"}, 'found "mixtral", a mixture of experts of another kind'),
         ({"model_type": "gemma2"}, 'found "gemma2", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
@@ -278,6 +289,15 @@ BY_TRANSFORMERS_4: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32},
     },
     "phi3": {"architectures": ["Phi3ForCausalLM"], "rope_theta": 25e4, "rope_scaling": None, "sliding_window": None},
+    "gpt_oss": {
+        **{"architectures": ["GptOssForCausalLM"], "head_dim": 32, "rope_theta": 150000, "sliding_window": 128},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2, "swiglu_limit": 7.0},
+        **{"attention_bias": True, "initial_context_length": 4096, "router_aux_loss_coef": 0.9, "rms_norm_eps": 1e-5},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+            **{"beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
     "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 
@@ -316,6 +336,19 @@ def test_a_config_of_transformers_4_means_what_transformers_5_reads_from_it(kind
             "partial_rotary_factor: expected a number above 0",
         ),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected a 0 or a 1 for each of 2 layers, found [1]"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "sliding_attention and full_attention in turn, as vLLM"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit: expected 7.0, as vLLM computes, found 5.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: expected 1.702, as vLLM computes, found 1.0"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps: expected 1e-05, as vLLM computes, found 1e-06"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias: expected true, found false"),
+        ("gpt_oss", {"rope_parameters": {"rope_theta": 1e4}}, "expected rope_type yarn for all layers"),
+        ("gpt_oss", {"rope_parameters": YARN_ALONE}, "expected beta_fast and beta_slow of yarn, which vLLM reads"),
+        ("gpt_oss", {"rope_parameters": GPT_OSS_YARN | {"mscale": 0.5}}, "yarn without mscale, which vLLM ignores"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config: expected weights that are not quantized, or mxfp4, found",
+        ),
         ("qwen3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected no such key, found [1, 0]"),
     ],
 )

@@ -18,8 +18,8 @@ from titan_rl.preflight.shapes import shape_of_role
 from titan_rl.tasks.task import chat_settings
 from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import SIZE, TextTokenizer, build
-from titan_rl.wire.adapters import LAYERS, adaptable
-from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.adapters import LAYERS, adaptable, targets
+from titan_rl.wire.model_shape import BLOCKS, SCALES, ModelShape, shape_of_folder
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
 FP8_MULTIPLE = 16  # rows and columns of CUTLASS's fp8 products
@@ -67,6 +67,9 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
     if shape.parts.wide_norms and tp > 1:
         yield f"{key}: expected 1 for {shape.family}, whose norms go over all heads at once, found {tp}"
+    if shape.parts.clamped_experts and tp > 1:
+        why = "because all but vLLM's first rank have zeros for a bias of the experts, which no sync can write"
+        yield f"{key}: expected 1 for {shape.family}, {why}, found {tp}"
     if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
         yield f"{key}: expected a divisor or a multiple of the model's n_kv_heads = {shape.n_kv_heads}, found {tp}"
 
@@ -134,6 +137,9 @@ def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
     if routed := [name for name in dict.fromkeys(there) if name in LAYERS and name not in known]:
         why = "because TorchTitan stacks the matrices of experts, which have no adapters"
         yield f"lora.targets: expected names of {', '.join(known)}, {why}, found {', '.join(routed)}"
+    if shape.parts.sinks and config.parallelism.tensor_parallel_degree > 1 and "o" in targets(lora, shape):
+        why = f"because TorchTitan's output projection of {shape.family} has no adapter under tensor parallelism"
+        yield f"lora.targets: expected names without o, {why}, found {', '.join(targets(lora, shape))}"
     if ("k" in there) != ("v" in there):
         here, other = ("k", "v") if "k" in there else ("v", "k")
         yield f"lora.targets: expected {other} besides {here}: TorchTitan gives both an adapter or none"
@@ -301,7 +307,7 @@ def check_weights(folder: Path, key: str, shape: ModelShape | None = None, *, he
 def _check_tensors(
     tensors: Mapping[str, Header], folder: Path, key: str, shape: ModelShape, head: bool
 ) -> Iterator[str]:
-    expected = shape.folder_tensors(head=head)
+    expected = shape.folder_tensors(head=head, mxfp4=shape.mxfp4)
     if (own := shape.hf_head_weight) in expected and own not in tensors:
         why = "because tie_word_embeddings is false" if shape.head == "lm" else "the head of a reward model"
         yield f"{key}: expected {own} in the weights of {folder}, {why}, found none"
@@ -313,7 +319,8 @@ def _check_tensors(
     if sizes:
         more = f", and {len(sizes) - 1} other tensors" if len(sizes) > 1 else ""
         yield f"{key}: expected the sizes of {folder / 'config.json'} in the weights, found {sizes[0]}{more}"
-    if odd := [f"{t.dtype} of {name}" for name, t in there.items() if t.dtype not in FLOATS]:
+    floats = {name: t for name, t in there.items() if not (t.dtype == "U8" and name.endswith((BLOCKS, SCALES)))}
+    if odd := [f"{t.dtype} of {name}" for name, t in floats.items() if t.dtype not in FLOATS]:
         yield f"{key}: expected weights in one of {', '.join(FLOATS)} in {folder}, found {odd[0]}"
 
 
