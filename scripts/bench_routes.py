@@ -29,56 +29,28 @@ SAMPLES, NEW, SEQ_LEN = 4, 8, 128
 def sampled_routes(folder: str, dtype: Any, prompts: int) -> list[dict[str, Any]]:
     """Return samples of vLLM: tokens, length of the prompt, log-probs, and the experts of each token but the last,
     [n - 1, layers, K]."""
-    import torch
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
     from titan_rl.actors.vllm.engine import Engine, EngineSettings
     from titan_rl.text.tokenizer import VOCABULARY
     from titan_rl.wire.types import Request, Sampling
 
     settings = EngineSettings(model_dir=folder, max_model_len=SEQ_LEN, kv_cache_memory_mb=64, load_format="auto")
     settings = replace(settings, dtype=dtype, enable_prefix_caching=False, max_num_seqs=prompts * SAMPLES)
-    engine: Any = Engine(settings)
+    engine = Engine(replace(settings, records_routes=True))
     engine.set_version(0)
-    runner = engine._llm.model_executor.driver_worker.worker.model_runner
-    layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
-    step: dict[int, torch.Tensor] = {}
-    for number, layer in enumerate(layers):
-        layer.router.set_capture_fn(lambda ids, at=number: step.__setitem__(at, ids.clone()))
-    execute, routes = runner.execute_model, dict[str, list[np.ndarray]]()
-
-    def execute_model(scheduled: Any, *arguments: Any, **named: Any) -> Any:
-        step.clear()
-        result = execute(scheduled, *arguments, **named)
-        if step:
-            at, taken = 0, torch.stack([step[number] for number in sorted(step)], 1).short().numpy()
-            for id in runner.input_batch.req_ids:
-                count = scheduled.num_scheduled_tokens[id]
-                routes.setdefault(id, []).append(taken[at : at + count])
-                at += count
-        return result
-
-    runner.execute_model = execute_model
     random = np.random.default_rng(0)
     contexts = []
     for a, b in random.integers(10, 100, (prompts, 2)).tolist():
         contexts.append([VOCABULARY["<s>"], *(VOCABULARY[c] for c in f"{a}+{b}=")])
     sampling = Sampling(NEW, stop_token_ids=(VOCABULARY["</s>"],))
     engine.add([Request(str(i), c, list(range(SAMPLES)), sampling) for i, c in enumerate(contexts)])
-    owners, found = dict[str, tuple[str, int]](), []
+    found = list[dict[str, Any]]()
     while engine.busy:
-        owners |= {id: (open.request.id, nth) for id, (open, nth) in engine._in_vllm.items()}
         for done in engine.step():
-            ids = {nth: id for id, (request, nth) in owners.items() if request == done.id}
-            for nth, made in enumerate(done.completions):
-                context = contexts[int(done.id)]
-                (key,) = [key for key in routes if key == ids[nth] or key.startswith(f"{ids[nth]}-")]
-                given = np.concatenate(routes[key])
-                tokens = context + made.tokens
-                if len(given) != len(tokens) - 1:
-                    raise RuntimeError(f"expected the experts of {len(tokens) - 1} tokens, found {len(given)}")
-                answer = {"tokens": tokens, "prompt": len(context), "logprobs": made.logprobs, "routes": given.tolist()}
-                found.append(answer)
+            context = contexts[int(done.id)]
+            for made in done.completions:
+                assert made.routes is not None
+                answer = {"tokens": context + made.tokens, "prompt": len(context), "logprobs": made.logprobs}
+                found.append({**answer, "routes": made.routes.rows().tolist()})
     return found
 
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import vllm_adapter, vllm_cpu
+from titan_rl.actors.vllm import routed_tokens, vllm_adapter, vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
+from titan_rl.actors.vllm.routed_tokens import RouteRecorder, routes_of
 from titan_rl.actors.vllm.vllm_args import (
     KEPT_LAYOUT,
     engine_args,
@@ -39,9 +40,11 @@ from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.reports import EngineStats
+from titan_rl.wire.routes import Routes
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
     from vllm import RequestOutput
     from vllm.logprobs import FlatLogprobs
@@ -59,6 +62,7 @@ class EngineSettings(GeneratorSection):
     seed: int = 0
     head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
     records_kept: bool = False  # the kept sets of truncated sampling
+    records_routes: bool = False  # the experts of each token
     adapter_rank: int = 0  # every request uses an adapter of this rank (LoRA); 0: none
     adapted_layers: tuple[str, ...] = ()  # by Hugging Face's names
     block_size: int = 32  # tokens of a block of the KV cache
@@ -102,7 +106,7 @@ class OpenRequest:
         """Return a request none of whose samples is in vLLM yet."""
         if request.begun:
             samples = [
-                Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context])
+                Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context], s.routes)
                 for s in request.begun
             ]
         else:
@@ -156,12 +160,15 @@ class Engine:
 
             self._kept = kept_tokens.last_kept
             args |= kept_tokens.engine_args(on_cpu=on_cpu)
+        if settings.records_routes:
+            args |= routed_tokens.engine_args(on_cpu=on_cpu)
         self._adapter: Any = None  # LoRA: what makes a request use the adapter
         if settings.adapter_rank:
             self._adapter = vllm_adapter.request()
             args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
+        self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
@@ -235,6 +242,8 @@ class Engine:
         self._llm.abort_request([*ids])
         for id in ids:
             del self._in_vllm[id]
+            if self._recorder is not None:
+                self._recorder.take(id)
 
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
@@ -254,6 +263,9 @@ class Engine:
         """End these requests now and return them: unfinished samples have finish "abort". Ids of requests that have
         ended are ignored."""
         opened = [open for id in ids if (open := self._open.pop(id, None)) is not None]
+        for open in opened:
+            for i, id in open.unfinished.items():
+                open.samples[i] = replace(open.samples[i], routes=self._routes(id))
         self._drop([sample for open in opened for sample in open.unfinished.values()])
         return [Done(open.request.id, open.samples) for open in opened]
 
@@ -352,12 +364,25 @@ class Engine:
         if delta.finish_reason is not None:
             tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
             finish = cast("Finish", delta.finish_reason)
-            open.samples[index] = Completion(tokens, logprobs, versions, finish, "", sample.kept, sample.context)
+            routes = self._routes(output.request_id, delta.routed_experts)
+            open.samples[index] = Completion(
+                tokens, logprobs, versions, finish, "", sample.kept, sample.context, routes
+            )
             del self._in_vllm[open.unfinished.pop(index)]
             prefill = open.prefills.pop(index)
             self._stats.prompt_tokens += prefill.tokens
             self._stats.cached_tokens += prefill.cached
             self._end(open.request.id)
+
+    def _routes(self, id: str, returned: "np.ndarray | None" = None) -> Routes | None:
+        """Return the routes of the tokens that a sample has read so far; on a GPU vLLM `returned` them with its end."""
+        open, index = self._in_vllm[id]
+        sample, recorded = open.samples[index], self._recorder.take(id, returned) if self._recorder else []
+        if not recorded or not sample.tokens:
+            return sample.routes
+        read, before = len(open.request.tokens) + len(sample.tokens) - 1, sample.routes
+        cached = before.cached if before else open.prefills[index].cached
+        return routes_of(read, recorded, before, cached=cached, sample=f"sample {id}")
 
 
 def context_scores(scores: "FlatLogprobs") -> list[ContextScore]:

@@ -65,6 +65,10 @@ def overwrite(engine: Engine, model: Any) -> None:
     import torch
 
     state = model.state_dict()
+    for name in [name for name in state if ".mlp.experts." in name]:
+        vllms = {"gate_up_proj": "routed_experts.w13_weight", "down_proj": "routed_experts.w2_weight"}
+        prefix, _, last = name.rpartition(".")
+        state[f"{prefix}.{vllms[last]}"] = state[name]
     for name, parameter in engine.params().items():
         prefix = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
         parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate_", "up_")}.get(name.split(".")[-2])

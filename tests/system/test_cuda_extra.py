@@ -157,3 +157,13 @@ def test_an_engine_samples_sleeps_and_takes_weights(python: Path, driver: dict[s
         "backed_up": ["runtime"],
         "discarded": ["kv_cache", "weights"],
     }
+
+
+def test_an_engine_returns_the_routes_of_every_token(python: Path, driver: dict[str, str], tmp_path: Path) -> None:
+    output = on_cpu(python, driver, "cuda_routes.main", tmp_path)
+    assert output.splitlines()[-4:] == [
+        "a group whose prompt is cached",
+        "withdrawn and resumed samples",
+        "samples over a weight update",
+        "preempted samples",
+    ]

@@ -13,6 +13,7 @@ import numpy as np
 
 from titan_rl.batch.advantages import discounted, gae, group_relative, kl_penalty, leave_one_out, whiten
 from titan_rl.config.sections import AlgorithmSection
+from titan_rl.wire.routes import fill_cached
 from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
@@ -44,7 +45,7 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     lengths = np.diff(ends, prepend=0)
     if algorithm.overlong_filter:
         mask *= np.repeat([not rollout.truncated for _, rollout, _ in owned], lengths)
-    return [
+    samples = [
         Sample(
             tokens[begin:end],
             mask[begin:end],
@@ -52,9 +53,12 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
             len(branch.turns[0].context),
             sequence,
             branch.kept,
+            branch.routes,
         )
         for begin, end, (branch, _, sequence) in zip((ends - lengths).tolist(), ends.tolist(), owned, strict=True)
     ]
+    fill_cached([(np.asarray(s.tokens), s.routes) for s in samples if s.routes is not None])
+    return samples
 
 
 def with_advantages(

@@ -20,6 +20,7 @@ from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.routes import joined, signed
 from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -109,7 +110,7 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
     if len(samples) % together:
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     sizes = [len(s.tokens) for s in samples]
-    for name in ("mask", "kept", *(samples[0].columns if samples else ())):
+    for name in ("mask", "kept", "routes", *(samples[0].columns if samples else ())):
         entries = [_entries(s, name) for s in samples]
         if entries != sizes:  # a short list would shift the training data of every later sample
             i, n, count = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
@@ -125,9 +126,11 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
         )
 
 
-def _entries(sample: Sample, name: Literal["mask", "kept"] | Column) -> int:
+def _entries(sample: Sample, name: Literal["mask", "kept", "routes"] | Column) -> int:
     if name == "kept":
         return len(sample.kept or sample.tokens)
+    if name == "routes":
+        return len(sample.tokens if sample.routes is None else sample.routes)
     return len(sample.mask if name == "mask" else sample.columns[name])
 
 
@@ -225,6 +228,8 @@ class _Block:
     columns: dict[Column, np.ndarray]
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
     kept: KeptSets | None  # for the tokens of all samples, and one for padding
+    reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
+    routes: np.ndarray | None  # for the tokens of all samples, and a row for padding
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
@@ -282,6 +287,8 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         source=source,
         kept=_kept(samples),
+        reads=reads,
+        routes=joined([(len(s.tokens), s.routes) for s in samples]),
     )
 
 
@@ -345,4 +352,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         columns={name: column[numbers] for name, column in block.columns.items()},
         segments=segments[np.argsort(segments[:, 0])],
         kept=block.kept and block.kept.take(np.where(block.mask[numbers] > 0, block.source[numbers], -1).ravel()),
+        routes=None if block.routes is None else signed(block.routes[block.reads[numbers]]),
     )

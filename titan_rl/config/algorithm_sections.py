@@ -221,6 +221,9 @@ class AlgorithmSection:
     """Lower bound of the ratio that is kept."""
     rejection_high: float = bounds(2.0, gt=0, le=1e6)
     """Upper bound of the ratio that is kept."""
+    routing_replay: bool = False
+    """Mixtures of experts: trainers send each token to the experts that the generator sent it to. Their own routers
+    only weight these experts (docs/algorithms.md)."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal until the step is full (DAPO)."""
     max_refills: int = bounds(10, ge=1, le=1000)

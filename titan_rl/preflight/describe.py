@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
@@ -20,6 +22,7 @@ from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR, adapter_parameters, targe
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.routes import id_type
 from titan_rl.wire.snapshot import snapshot_bytes
 from titan_rl.wire.weight_source import FORCES_LINKS
 
@@ -51,6 +54,8 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         facts.append(("cold start", cold_start(config)))
     if config.training.steps:
         facts.append((config.algorithm.name, algorithm(config)))
+        if config.algorithm.routing_replay:
+            facts.append(("routing replay", routing_replay(config, shape)))
     if config.samples_rollouts:
         facts.append(("weights", transport(setup)))
         meshes.append(generators(setup))
@@ -111,16 +116,36 @@ def disk(setup: Setup, too_large: list[str]) -> str:
         )
     kept = f"{keep} kept and one written: {size(most)}" if keep else "all kept"
     if steps := setup.config.record.batches:
-        kept += f"; batches of {steps} steps: up to {size(steps * batch_bytes(setup.config))}"
+        kept += f"; batches of {steps} steps: up to {size(steps * batch_bytes(setup.config, setup.shape))}"
     return f"{size(one)} per checkpoint, {kept}; {size(free)} free"
 
 
-def batch_bytes(config: Config) -> int:
-    """Return the most that the samples of a step take in RUN/batches: an id, a mask and a few columns per token."""
+def batch_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the most that the samples of a step take in RUN/batches: an id, a mask, a few columns and the routes per
+    token."""
+    routes = route_bytes(shape) if config.algorithm.routing_replay else 0
+    return step_tokens(config) * (BYTES_PER_KEPT_TOKEN + routes)
+
+
+def step_tokens(config: Config) -> int:
+    """Return the most tokens of a step, read and sampled."""
     rollout, training = config.rollout, config.training
     rl = config.algorithm.kind == "rl"
     samples = rollout.groups_per_step * rollout.group_size if rl else training.global_batch_size
-    return samples * (training.seq_len + 1) * BYTES_PER_KEPT_TOKEN
+    return samples * (training.seq_len + 1)
+
+
+def route_bytes(shape: ModelShape) -> int:
+    """Return the bytes of one token's routes."""
+    return shape.n_layers * shape.experts_per_token * np.dtype(id_type(shape.experts)).itemsize
+
+
+def routing_replay(config: Config, shape: ModelShape) -> str:
+    each = route_bytes(shape)
+    return (
+        f"trainers take the generator's {shape.experts_per_token} experts in {shape.n_layers} layers: {size(each)} per "
+        f"token, up to {size(each * step_tokens(config))} per step"
+    )
 
 
 def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Keeps the samples of the last steps in RUN/batches, so that a step can be made again (titan_rl.replay).
 
-    step-N.npz    all samples end to end: tokens, mask, columns, kept sets; and the length and update of each sample
+    step-N.npz    all samples end to end: tokens, mask, columns, kept sets, routes; and each sample's length and update
 
 The files hold arrays only. A step is written before its updates are made: also one that fails can be made again.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from titan_rl.record.lines import must_write, replacing
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.routes import joined
 from titan_rl.wire.types import Sample
 
 FOLDER = "batches"
@@ -73,6 +74,8 @@ def _arrays(updates: Updates) -> dict[str, Any]:
     if any(sample.kept is not None for sample in samples):
         kept = KeptSets.joined([sample.kept or KeptSets.whole(len(sample.tokens)) for sample in samples])
         arrays |= {"kept_sizes": kept.sizes, "kept_words": kept.words}
+    if (routes := joined([(len(sample.tokens), sample.routes) for sample in samples])) is not None:
+        arrays["routes"] = routes[:-1]
     return arrays
 
 
@@ -95,6 +98,7 @@ def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
             int(arrays["prompt"][i]),
             int(arrays["sequence"][i]),
             sets,
+            arrays["routes"][own] if "routes" in arrays else None,
         )
         updates[arrays["update"][i]].append(sample)
     return updates

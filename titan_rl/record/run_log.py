@@ -240,9 +240,15 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
                 **({"kept": [size_of(each) for each in kept]} if (kept := rollout.completion.kept) else {}),
+                **({"routes": recorded} if (recorded := recorded_routes(rollout)) else {}),
                 **({} if rollout.plain else turn_fields(rollout)),
                 **verdict_fields(rollout),
             }
+
+
+def recorded_routes(rollout: Rollout) -> list[int]:
+    """Return for how many tokens of each turn the engine recorded experts: for all that it read but the cached ones."""
+    return [len(routes.ids) for turn in rollout.turns if (routes := turn.completion.routes) is not None]
 
 
 def verdict_fields(rollout: Rollout) -> dict[str, Any]:

@@ -263,6 +263,7 @@ async def _generators(
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         records_kept=config.rollout.truncates and not loaded,
+        records_routes=config.algorithm.routing_replay and not loaded,
         adapter_rank=lora.rank if lora else 0,
         adapted_layers=tuple(adapted(setup.shape, lora)) if lora else (),
     )

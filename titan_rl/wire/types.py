@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.routes import Routes, unknown_rows
 from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
@@ -109,6 +110,7 @@ class Completion:
     replica: str = ""  # set if a log-prob is not finite
     kept: list[bytes] = field(default_factory=list)  # each token's kept set (kept_sets.py); empty: not recorded
     context: list[ContextScore] = field(default_factory=list)  # the second to last context token, if requested
+    routes: Routes | None = None  # experts of each token of context and sample but the last; None: not recorded
 
     @property
     def finite(self) -> bool:
@@ -187,6 +189,24 @@ class Branch:
             return None
         parts = ([b""] * len(turn.context) + turn.completion.kept for turn in self.turns)
         return KeptSets.of(list(chain.from_iterable(parts)))
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """Experts, [N, layers, K], unknown for the last token. None if none were recorded. A token has the experts of
+        the turn that sampled it, or that first read it.
+
+        Raise ValueError if a turn does not have a row for each token that its engine read."""
+        if not any(turn.completion.routes for turn in self.turns):
+            return None
+        parts, length = list[np.ndarray](), 0
+        for turn in self.turns:
+            before, length = length, length + len(turn.context) + len(turn.completion.tokens)
+            routes = turn.completion.routes
+            if routes is None or len(routes) != length - 1:
+                found = len(routes) if routes else "none"
+                raise ValueError(f"turn {turn.index}: expected the experts of {length - 1} tokens, found {found}")
+            parts.append(routes.rows(max(before - 1, 0)))
+        return np.concatenate([*parts, unknown_rows(1, parts[0])])
 
     @property
     def versions(self) -> list[int | None]:
@@ -295,10 +315,11 @@ class Sample:
     prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
     kept: KeptSets | None = None  # one set per token, if sampling was truncated
+    routes: np.ndarray | None = None  # [N, layers, K] experts, unknown for the last token; None: the trainer's own
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
-        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept)
+        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept, self.routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +339,7 @@ class Rows:
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
     kept: KeptSets | None = None  # [B * T]: log-probs of targets[i] are of these tokens only
+    routes: np.ndarray | None = None  # [B, L, layers, K] int16: experts that tokens[i] is sent to; -1: the router's own
 
 
 @dataclass(frozen=True, slots=True)

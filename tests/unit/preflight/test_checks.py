@@ -134,6 +134,14 @@ def test_the_defaults_run() -> None:
             '[model]\nname = "qwen3_moe"\n[generator]\nquantization = "int8"',
             'generator.quantization: expected "none", because the experts of qwen3_moe are not quantized, found "int8"',
         ),
+        (
+            "[algorithm]\nrouting_replay = true",
+            "algorithm.routing_replay: expected false, because llama3 has no experts, found true",
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\n[algorithm]\nname = "sft"\nrouting_replay = true',
+            'algorithm.routing_replay: expected false, because algorithm.name = "sft" samples no answers, found true',
+        ),
         ("[training]\nsteps = 0", "training.steps: expected at least 1, because cold_start.steps is 0 too, found 0"),
         (
             "[model]\nn_layers = 64\n[training]\nseq_len = 2048\n[generator]\nkv_cache_memory_mb = 32",

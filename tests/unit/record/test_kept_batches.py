@@ -1,5 +1,6 @@
 """Batches of the last steps are kept, and read back as they were."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,15 @@ def test_a_step_s_updates_are_read_back(tmp_path: Path) -> None:
     assert list(first[0].columns["behaviour"]) == [0.0, -0.5, -1.25]
     assert first[1].kept is not None
     assert [list(part) for part in first[1].kept.ids()] == [[0, 0, 2], [2, 7]]
+
+
+def test_routes_are_read_back(tmp_path: Path) -> None:
+    kept, routes = KeptBatches(tmp_path, 1), np.arange(12).astype(np.uint8).reshape(3, 2, 2)
+    kept.write(1, [[replace(sample(1), routes=routes), sample(2)], [replace(sample(3), routes=routes + 1)]])
+    first, second = kept.read(1)
+    found = [s.routes for s in (*first, *second)]
+    assert all(each is not None for each in found)
+    assert np.array_equal(found, [routes, np.full_like(routes, 255), routes + 1])  # pyright: ignore[reportArgumentType]
 
 
 def test_later_steps_of_an_undone_history_are_deleted(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from titan_rl.wire.types import Branch, Completion, Rollout, Sample, Turn
 
 
 def test_a_sample_with_more_columns_keeps_everything_else() -> None:
-    sample = Sample([5, 2], [0, 1], {"behaviour": [0.0, -0.1]}, prompt=1, sequence=7)
+    routes = np.zeros((2, 1, 1), np.uint8)
+    sample = Sample([5, 2], [0, 1], {"behaviour": [0.0, -0.1]}, prompt=1, sequence=7, routes=routes)
     found = sample.with_columns(advantage=[0.0, 0.5])
     assert found.columns == {"behaviour": [0.0, -0.1], "advantage": [0.0, 0.5]}
     assert replace(found, columns=sample.columns) == sample

@@ -76,6 +76,7 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
     yield from model.check_lora(config, shape)
     yield from adapters.check_adapter_sync(config, shape, device)
     yield from algorithm.check_sampling(config, shape)
+    yield from algorithm.check_routing_replay(config, shape)
     yield from model.check_roles(config, shape)
     if gpus.nbytes:
         yield from machine.check_gpu_memory(config, shape, gpus.nbytes, most=gpus_of_hosts(config, gpus.count))

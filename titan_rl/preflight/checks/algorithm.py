@@ -128,6 +128,16 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
         yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")
 
 
+def check_routing_replay(config: Config, shape: ModelShape) -> Iterator[str]:
+    wrong, a = partial(problem, config), config.algorithm
+    if not a.routing_replay:
+        return
+    if a.kind != "rl":
+        yield wrong("algorithm.routing_replay", f'false, because algorithm.name = "{a.name}" samples no answers')
+    if not shape.experts:
+        yield wrong("algorithm.routing_replay", f"false, because {shape.family} has no experts")
+
+
 def check_titan_keys(config: Config) -> Iterator[str]:
     """Check the keys that are handed to TorchTitan, which would refuse them only on the ranks."""
     for number, target in enumerate(config.override.imports):
