@@ -2,9 +2,10 @@
 
   python scripts/bench_routes.py FOLDER                       a mixture of experts' Hugging Face folder, in both dtypes
   python scripts/bench_routes.py FOLDER --dtype bfloat16 --prompts 256
+  python scripts/bench_routes.py --seed 1 --dtype bfloat16    a random Qwen3-MoE of 4 layers, 16 experts, 2 per token
 
 vLLM samples answers to two-digit sums and records each token's experts. The trainer scores the same tokens twice: with
-the experts that its own router chooses, and with vLLM's, whose weights stay its own router's. On a CPU.
+the experts that its own router chooses, and with vLLM's, as algorithm.routing_replay does it. On a CPU.
 """
 
 import argparse
@@ -13,8 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,56 +53,12 @@ def sampled_routes(folder: str, dtype: Any, prompts: int) -> list[dict[str, Any]
     return found
 
 
-class Routes:
-    """The experts that the trainer's routers are to take, and how many they would have chosen otherwise."""
-
-    def __init__(self, model: Any) -> None:
-        from titan_rl.actors.titan.experts import Router
-
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
-        self.given: Any = None  # [B, L, layers, K]; -1: not known
-        self.taken = False
-        self.layers = np.zeros(2)  # known (token, layer) pairs: all, and pairs with other experts
-        self.tokens = np.zeros(2)
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Make the routers of the model compare their experts with the given ones, and take those if `taken`."""
-        import torch
-
-        from titan_rl.actors.titan import experts
-
-        kind: Any = experts.Router
-        own, differ = kind.forward, {}
-
-        def forward(router: Any, x_BLD: Any, expert_bias_E: Any = None) -> Any:
-            weights, ids, probs = own(router, x_BLD, expert_bias_E)
-            layer = self.routers.index(router)
-            given = self.given[:, :, layer].to(ids.device)
-            known = (given >= 0).all(-1)
-            differ[layer] = known & (ids.sort(-1).values != given.sort(-1).values).any(-1)
-            if layer == len(self.routers) - 1:
-                every = torch.stack([differ[n] for n in range(len(self.routers))])
-                self.layers += [int(known.sum()) * len(self.routers), int(every.sum())]
-                self.tokens += [int(known.sum()), int(every.any(0).sum())]
-            if self.taken:
-                ids = torch.where(known[..., None], given, ids)
-                weights = probs.gather(-1, ids)
-                weights = weights / weights.sum(-1, keepdim=True) if router.route_norm else weights
-            return weights, ids, probs
-
-        kind.forward = forward
-        try:
-            yield
-        finally:
-            kind.forward = own
-
-
 def compared(folder: str, dtype: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how often experts differ, and the gaps of log-probs with the trainer's own experts and with vLLM's."""
-    import torch
-
+    """Return the share of vLLM's experts that the trainer's routers would choose, and the gaps of log-probs without and
+    with a replay."""
+    from titan_rl.actors.titan.experts import take_routed
     from titan_rl.actors.titan.model import TitanModel
+    from titan_rl.actors.titan.reduction import replay_metrics
     from titan_rl.batch.packing import pack, unpack
     from titan_rl.config import sections as c
     from titan_rl.preflight.shapes import shape_of
@@ -117,38 +72,47 @@ def compared(folder: str, dtype: Any, samples: list[dict[str, Any]]) -> dict[str
     shape = shape_of(config.model)
     model = TitanModel(config, shape, config.parallelism)
     model.read(folder)
-    routes, places = Routes(model.model), (shape.n_layers, shape.experts_per_token)
-    made = []
-    for s in samples:
-        n, given = len(s["tokens"]), np.array(s["routes"])
-        columns = {f"{i}": np.concatenate([[-1], column]) for i, column in enumerate(given.reshape(n - 1, -1).T)}
-        made.append(Sample(s["tokens"], [0] * s["prompt"] + [1] * (n - s["prompt"])).with_columns(**columns))
-    batches = pack(made, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=8, pad_id=0, share=False)
+    made = [Sample(s["tokens"], [0] * s["prompt"] + [1] * (len(s["tokens"]) - s["prompt"])) for s in samples]
+    (batch,) = pack(made, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=8, pad_id=0)
+    routes = [np.array(s["routes"], np.int16) for s in samples]
+    microbatches = {"own": batch.microbatches, "replayed": [with_routes(rows, routes) for rows in batch.microbatches]}
     answers: dict[str, Any] = {"tokens": sum(len(s["logprobs"]) for s in samples)}
-    for name, taken in (("own", False), ("vLLM's", True)):
-        routes.taken, routes.layers, routes.tokens = taken, np.zeros(2), np.zeros(2)
-        with routes.followed():
-            scored = []
-            for batch in batches:
-                scored.append([])
-                for rows in batch.microbatches:
-                    columns: Any = rows.columns
-                    stacked = np.stack([columns[str(i)] for i in range(places[0] * places[1])], -1)
-                    stacked[rows.sequences < 0] = -1  # padding
-                    routes.given = torch.from_numpy(stacked).long().reshape(*stacked.shape[:2], *places)
-                    scored[-1].append(model.score(rows))
-        found = unpack(batches, scored, made)
-        pairs = [(row[s["prompt"] :], s["logprobs"]) for row, s in zip(found, samples, strict=True)]
-        gap = np.abs(np.concatenate([np.asarray(a) - np.asarray(b) for a, b in pairs]))
+    for name, every in microbatches.items():
+        found = unpack([batch], [[model.score(rows) for rows in every]], made)
+        pairs = zip(found, samples, strict=True)
+        gap = np.abs(np.concatenate([row[s["prompt"] :] - np.array(s["logprobs"]) for row, s in pairs]))
         answers[name] = {"mean": gap.mean(), "p99": np.quantile(gap, 0.99), "max": gap.max()}
-        if not taken:
-            answers["differ"] = {"layers": routes.layers.tolist(), "tokens": routes.tokens.tolist()}
-    return answers
+    for rows in microbatches["replayed"]:  # routers count if there may be a backward
+        model.logprobs(model.placed(rows), temperature=1.0)
+    counted = take_routed(model.model, model.dims)
+    assert counted is not None
+    return answers | replay_metrics(counted.replay_3)
+
+
+def with_routes(rows: Any, routes: list[np.ndarray]) -> Any:
+    """Return packed rows with a column of the samples' routes; -1 at padding."""
+    column = np.full((rows.tokens.size, *routes[0].shape[1:]), -1, np.int16)
+    for number, sample in enumerate(rows.samples.tolist()):
+        column[rows.places[rows.sequences == number]] = routes[sample]
+    return replace(rows, routes=column.reshape(*rows.tokens.shape, *column.shape[1:]))
+
+
+def random_mixture(folder: Path, seed: int) -> None:
+    from titan_rl.config.sections import ModelSection
+    from titan_rl.preflight.shapes import shape_of
+    from titan_rl.preflight.tiny import write_stand_in
+
+    model = ModelSection(name="qwen3_moe", n_layers=4, experts=16, experts_per_token=2)
+    folder.mkdir()
+    write_stand_in(folder, shape_of(model), seed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="Hugging Face folder of a mixture of experts")
+    parser.add_argument(
+        "folder", nargs="?", help="Hugging Face folder of a mixture of experts; without it, a random one"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random model")
     parser.add_argument("--dtype", choices=DTYPES, help="of both engines; without it, one after the other")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--sample", metavar="FILE", help=argparse.SUPPRESS)  # be the engine's process
@@ -159,7 +123,10 @@ def main() -> None:
         return
     for dtype in [given.dtype] if given.dtype else DTYPES:
         with tempfile.TemporaryDirectory(prefix="routes-") as folder:
-            print(dtype, json.dumps(measured(given.folder, dtype, given.prompts, Path(folder))), flush=True)
+            if not given.folder:
+                random_mixture(Path(folder, "model"), given.seed)
+            model = given.folder or f"{folder}/model"
+            print(dtype, json.dumps(measured(model, dtype, given.prompts, Path(folder))), flush=True)
 
 
 def measured(folder: str, dtype: str, prompts: int, scratch: Path) -> dict[str, Any]:

@@ -5,14 +5,15 @@ which a CPU does not know. With tensor parallelism its experts may send no gradi
 """
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.config import derive, override
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
@@ -89,10 +90,16 @@ def shard_clamped(config: MoE.Config, parallelism: Any) -> None:
 
 
 class Router(TokenChoiceTopKRouter):
-    """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward."""
+    """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward.
 
+    Where the engine's experts are known it takes those, with its own probabilities, so that its gradient stays. They
+    are an attribute, because a backward that computes a block again must find what its forward found."""
+
+    replayed_BLK: torch.Tensor | None = None  # experts to take; -1: its own choice. [B, L] are whole rows, as below
+    filled_BL: torch.Tensor | None = None  # with those: false at padding
     counted_BL: torch.Tensor | None = None  # how often the experts of each place are counted
     routed_E: torch.Tensor  # tokens counted for each expert, on this rank
+    replay_3: torch.Tensor  # experts of filled places: all, replayed ones, replayed ones that it would choose
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -105,22 +112,34 @@ class Router(TokenChoiceTopKRouter):
         assert expert_bias_E is None, "a bias would steer the trainer's routes only"
         probs_BLE = F.softmax(self.gate(x_BLD).float(), dim=-1)
         _, ids_BLK = torch.topk(probs_BLE, k=self.top_k, dim=-1)
+        if self.replayed_BLK is not None and self.filled_BL is not None:
+            ids_BLK = self._replayed(ids_BLK, self.replayed_BLK, self.filled_BL)
         weights_BLK = probs_BLE.gather(-1, ids_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / weights_BLK.sum(dim=-1, keepdim=True)
         if self.counted_BL is not None:
-            self._count(ids_BLK, self.counted_BL)
+            ids = _local(ids_BLK)
+            times = _local(_cut_like(self.counted_BL, ids_BLK))[..., None].expand_as(ids)
+            self.routed_E.index_add_(0, ids.flatten(), times.flatten())
         return weights_BLK, ids_BLK, probs_BLE
 
-    def _count(self, ids_BLK: torch.Tensor, counted_BL: torch.Tensor) -> None:
-        if isinstance(ids_BLK, DTensor):
-            mesh = ids_BLK.device_mesh
-            for dim, placement in enumerate(ids_BLK.placements):
-                if placement.is_shard(1):  # this rank routes a part of the row
-                    counted_BL = counted_BL.chunk(mesh.size(dim), 1)[mesh.get_local_rank(dim)]
-            ids_BLK = ids_BLK.to_local()
-        times_BLK = counted_BL[..., None].expand_as(ids_BLK)
-        self.routed_E.index_add_(0, ids_BLK.flatten(), times_BLK.flatten())
+    def _replayed(self, own_BLK: torch.Tensor, replayed_BLK: torch.Tensor, filled_BL: torch.Tensor) -> torch.Tensor:
+        """Return the experts to take, and count how many of them the router would have chosen."""
+        replayed_BLK = _cut_like(replayed_BLK.long(), own_BLK)
+        known_BL = (replayed_BLK >= 0).all(-1)
+        if self.counted_BL is not None:
+            filled, known = _local(_cut_like(filled_BL, own_BLK)), _local(known_BL)
+            same = (_local(replayed_BLK)[..., None] == _local(own_BLK)[..., None, :]).any(-1) & known[..., None]
+            self.replay_3 += torch.stack([filled.sum() * self.top_k, known.sum() * self.top_k, same.sum()])
+        return torch.where(known_BL[..., None], replayed_BLK, own_BLK)
+
+
+def _cut_like(x_BL: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return columns of whole rows as `like` has them: with sequence parallelism a rank routes a part of each row."""
+    if not isinstance(like, DTensor):
+        return x_BL
+    whole = DTensor.from_local(x_BL, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements)
 
 
 class Mixture(MoE):
@@ -146,30 +165,47 @@ class Mixture(MoE):
         return super().forward(x_BLD.clone() if self.copies_input else x_BLD)  # a copy waits, and is recorded
 
 
-def count_routes(model: nn.Module, counted_BL: torch.Tensor | None) -> None:
+def set_routes(
+    model: nn.Module,
+    counted_BL: torch.Tensor | None,
+    routes_BLNK: torch.Tensor | None,
+    filled_BL: torch.Tensor | None,
+) -> None:
     """Make the routers of a model count the tokens of each expert in the next forward, each place `counted_BL` times;
-    None: not at all."""
-    for router in model.modules():
-        if isinstance(router, Router):
-            router.counted_BL = counted_BL
-            if counted_BL is not None and not hasattr(router, "routed_E"):
-                router.routed_E = torch.zeros(router.num_experts, device=counted_BL.device)
+    None: not at all. With routes, make them replay these."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if routes_BLNK is not None and routes_BLNK.shape[2:] != (len(routers), routers[0].top_k):
+        expected, found = (len(routers), routers[0].top_k), tuple(routes_BLNK.shape[2:])
+        raise ValueError(f"expected routes of {expected} layers and experts for each token, found {found}")
+    for layer, router in enumerate(routers):
+        router.counted_BL, router.filled_BL = counted_BL, filled_BL
+        router.replayed_BLK = None if routes_BLNK is None else routes_BLNK[:, :, layer]
+        if counted_BL is not None and not hasattr(router, "routed_E"):
+            router.routed_E = torch.zeros(router.num_experts, device=counted_BL.device)
+            router.replay_3 = torch.zeros(3, device=counted_BL.device)
 
 
-def take_routed(model: nn.Module, dims: ParallelDims) -> torch.Tensor | None:
-    """Return how many tokens were counted for each expert of each layer since the last call, over all ranks: [N, E], or
-    None without experts. What a backward computes again counts twice, in every layer."""
-    counts = [module.routed_E for module in model.modules() if isinstance(module, Router)]
+class Routed(NamedTuple):
+    """What the routers of a model counted over all ranks. What a backward computes again counts twice, in every
+    layer."""
+
+    experts_NE: torch.Tensor  # tokens of each expert of each layer
+    replay_3: torch.Tensor  # as Router's, of all layers together
+
+
+def take_routed(model: nn.Module, dims: ParallelDims) -> Routed | None:
+    """Return the counts since the last call; None without experts."""
+    counts = [(module.routed_E, module.replay_3) for module in model.modules() if isinstance(module, Router)]
     if not counts:
         return None
-    routed_NE = torch.stack(counts)
-    for count_E in counts:
-        count_E.zero_()
+    routed = torch.stack([torch.cat(of_layer) for of_layer in counts])
+    for count in chain.from_iterable(counts):
+        count.zero_()
     dealt = dims.tp_enabled and dims.ep_enabled  # tensor-parallel ranks then route other tokens each
     for mesh in [dims.get_optional_mesh("loss"), dims.get_mesh("tp") if dealt else None]:
         if mesh is not None:
-            dist.all_reduce(routed_NE, group=mesh.get_group())
-    return routed_NE
+            dist.all_reduce(routed, group=mesh.get_group())
+    return Routed(routed[:, :-3], routed[:, -3:].sum(0))
 
 
 def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) -> Mixture.Config:

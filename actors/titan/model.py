@@ -255,7 +255,8 @@ class TitanModel:
 
     def _forward(self, rows: "DeviceRows") -> Any:
         if self.shape.experts:  # routes count for trained tokens only
-            experts.count_routes(self.model, rows.trained_at if torch.is_grad_enabled() else None)
+            counted = rows.trained_at if torch.is_grad_enabled() else None
+            experts.set_routes(self.model, counted, rows.routes, rows.filled)
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
@@ -435,8 +436,8 @@ class FrozenAdapters(FrozenWeights):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places` and
-    `attended` describe the part, everything else whole rows."""
+    """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places`, `attended`,
+    `routes` and `filled` describe the part, everything else whole rows."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -450,6 +451,8 @@ class DeviceRows:
     attended: Attended
     own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated
+    routes: torch.Tensor | None = None  # [B, L, layers, K]: experts to replay; -1: unknown
+    filled: torch.Tensor | None = None  # [B, L] bool, with routes: false at padding
 
     @property
     def trained_at(self) -> torch.Tensor:
@@ -463,7 +466,7 @@ class DeviceRows:
         def to(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        tokens, positions, own, places, attended = context_parallel.cut(rows, part)
+        tokens, positions, own, places, attended, routes, filled = context_parallel.cut(rows, part)
         kept = None
         if rows.kept is not None:
             sets = rows.kept if own is None else rows.kept.only(own.ravel())
@@ -482,6 +485,8 @@ class DeviceRows:
             attended=attended,
             own=None if own is None else to(own),
             kept=kept,
+            routes=None if routes is None else to(routes),
+            filled=None if filled is None else to(filled),
         )
 
 

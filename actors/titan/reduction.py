@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_rl.actors.titan.experts import Routed
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.types import Batch
@@ -24,7 +25,7 @@ class Reduction:
     loss: float
     tokens: int
     grad_norm: float = 0.0
-    routed: torch.Tensor | None = None  # tokens of each expert of each layer, [N, E]
+    routed: Routed | None = None
 
     @classmethod
     def of(
@@ -68,8 +69,9 @@ class Reduction:
 
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
-    """Join a step's updates: means are averaged, extrema kept, histograms added. The log-prob gap to the generator is
-    taken from the first update: later ones train other weights than the generator's, which the ratio measures."""
+    """Join a step's updates: means are averaged, extrema kept, histograms added. The log-prob gap to the generator,
+    and what its replayed routes agree with, are taken from the first update: later ones train other weights than the
+    generator's, which the ratio measures."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -82,7 +84,8 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
     metrics |= {name: _finite(value) for name, value in gap.items()}
     routed = [u.routed for u in updates if u.routed is not None]
     if routed:
-        metrics |= router_metrics(torch.stack(routed).sum(0))
+        metrics |= router_metrics(torch.stack([r.experts_NE for r in routed]).sum(0))
+        metrics |= replay_metrics(routed[0].replay_3)
     return StepStats(
         loss=mean([u.loss for u in updates]),
         grad_norm=mean([u.grad_norm for u in updates]),
@@ -107,6 +110,14 @@ def router_metrics(routed_NE: torch.Tensor) -> dict[str, float]:
         "router/imbalance_max": float(imbalance_N.max()),
         "router/idle": float((routed_NE == 0).float().mean()),
     }
+
+
+def replay_metrics(replay_3: torch.Tensor) -> dict[str, float]:
+    """Return how many experts were replayed, and how many of those the routers would have chosen; nothing without a
+    replay."""
+    every, replayed, same = replay_3.tolist()
+    metrics = {"routing/replayed": replayed / every} if every else {}
+    return metrics | ({"routing/agreement": same / replayed} if replayed else {})
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

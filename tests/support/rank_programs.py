@@ -1,8 +1,8 @@
 """What gloo_ranks.on_ranks runs on the ranks of a mesh: training steps, and exports."""
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -101,17 +101,16 @@ def train_and_export(folder: Path, cases: Sequence[Case], exports: Sequence[Case
     return losses, [exported(folder / f"exported-{number}", case) for number, case in enumerate(exports)]
 
 
-def trained(folder: Path, case: Case) -> list[list[float]]:
+@contextmanager
+def built(config: Config, case: Case) -> Iterator[Any]:
+    """Build the trainer's model of a case, which has begun its phase; close it at the end."""
     import torch
-    import torch.distributed as dist
 
     from titan_rl.actors.titan import model as titan_model
     from titan_rl.actors.titan import titan_cpu
     from titan_rl.actors.titan.role_model import RoleModel
-    from titan_rl.batch.packing import pack
     from titan_rl.preflight.shapes import shape_of
 
-    given = config_of(case, folder)
     real = titan_model.titan_config
 
     def traced(*arguments: Any) -> Any:  # inductor's C++ is not what CUDA runs; graphs and their fullgraph rule are
@@ -123,8 +122,23 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
     if not case.gathers_once:
         titan_cpu.gathers_once = lambda *_: False
     with flash_on_cpu() if case.flash else nullcontext() as calls:
-        model = RoleModel("trainer", given, shape_of(given.model), given.parallelism)
+        model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
         model.begin_phase("rl", 0)
+        yield model
+        model.close()
+    torch._dynamo.reset()  # the next case is another program: its compilations do not count with these
+    titan_model.titan_config = real
+    if calls is not None:
+        assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * config.model.n_layers
+
+
+def trained(folder: Path, case: Case) -> list[list[float]]:
+    import torch.distributed as dist
+
+    from titan_rl.batch.packing import pack
+
+    given = config_of(case, folder)
+    with built(given, case) as model:
         row, found = dist.get_rank() // given.parallelism.row_ranks, []
         for step in range(STEPS):
             shards = given.parallelism.dp
@@ -136,11 +150,6 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
             stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
             routed = [value for name, value in stats.metrics.items() if name.startswith("router/")]
             found.append([stats.loss, stats.grad_norm, *routed])
-        model.close()
-    torch._dynamo.reset()  # the next case is another program: its compilations do not count with these
-    titan_model.titan_config = real
-    if calls is not None:
-        assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers
     return found
 
 

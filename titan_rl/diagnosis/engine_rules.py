@@ -15,6 +15,7 @@ clip and correction are there for it."""
 FEW_TOKENS = 100.0  # times the mean gap: a largest gap above it comes from few tokens
 ESS = 0.5  # share of the tokens that the weights of the correction leave
 CLIPPED = 0.2  # share of the tokens on which the clip acts: a healthy step clips a few percent
+AGREEMENT = 0.75  # share of replayed experts: rounding leaves 98%, a lag less, rows of other tokens at most about half
 SLOWER = 2.0  # times the early seconds of a step: a shared host varies by less over RECENT steps
 SLOWER_SECONDS = 1.0  # below it, seconds are the noise of a host's scheduler
 EARLY = 10  # steps whose median is the usual time
@@ -115,6 +116,30 @@ def stale(run: History) -> Finding | None:
         tuple(changes),
         "The policy moves too far between the sampling of a token and its update: fewer steps of lag, or smaller ones.",
         explains=frozenset(("collapse", "flat", "gap")),
+    )
+
+
+def routes(run: History) -> Finding | None:
+    """Replayed experts that the trainers' routers would not have chosen."""
+    agreement = run["routing/agreement"]
+    if not agreement.recent() < AGREEMENT:
+        return None
+    since, config = agreement.since(lambda value: value < AGREEMENT), run.config
+    changes = [Change.of(config, "algorithm.routing_replay", False)]
+    if run["policy_age/mean"].recent() > 0:
+        lag = config.rollout.max_staleness_steps
+        changes.insert(0, Change.of(config, "rollout.max_staleness_steps", lag // 2))
+    return Finding(
+        "routes",
+        f"the trainers' routers would have chosen {percent(agreement.recent())} of the replayed experts from step "
+        f"{since} on (at least {percent(AGREEMENT)} expected), "
+        f"mean log-prob gap {number(run['logprob_gap/mean'].recent())}",
+        since,
+        run.last,
+        tuple(changes),
+        "Equal weights agree on nearly all: the routes belong to other tokens, or the weights differ. Compare the gap "
+        "without the replay: if that is smaller, the routes are misplaced.",
+        explains=frozenset(("collapse", "flat", "gap", "stale")),
     )
 
 

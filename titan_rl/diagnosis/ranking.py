@@ -20,6 +20,7 @@ RULES: Sequence[Rule] = (
     update_rules.not_finite,
     signal_rules.failures,
     signal_rules.noise_sampling,
+    engine_rules.routes,
     engine_rules.gap,
     engine_rules.stale,
     update_rules.collapse,

@@ -101,6 +101,8 @@ DOCS: dict[str, str] = {
     "router/imbalance": "Trained tokens of a layer's busiest expert over its experts' mean; mean of all layers.",
     "router/imbalance_max": "The same of the layer where it is largest.",
     "router/idle": "Share of experts that got no trained token.",
+    "routing/agreement": "Share of the replayed experts that the trainers would choose, in the step's first update.",
+    "routing/replayed": "Share of the tokens in the trainers' batches whose experts the engine recorded; 1 is all.",
     "kl/k1": "k1 estimate of the KL to the reference.",
     "kl/k2": "k2 estimate of the KL to the reference.",
     "kl/k3": "k3 estimate of the KL to the reference.",

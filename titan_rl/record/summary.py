@@ -30,6 +30,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
         np.array([line.get(key) for line in rl], dtype=float)  # null stands for NaN, and becomes NaN again
         for key in ("tokens/trained", "logprob_gap/mean", "logprob_gap/max", "off_policy/ess")
     )
+    agreement = [line["routing/agreement"] for line in rl if is_number(line.get("routing/agreement"))]
     return {
         "config_name": config_name,
         "seed": config.debug.seed,
@@ -43,6 +44,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
             "max": float(gap_max.max()) if rl else None,
         },
         "effective_samples": float(effective @ tokens / max(1, tokens.sum())) if rl else None,
+        "routing_agreement": sum(agreement) / len(agreement) if agreement else None,
         "versions": versions(),
         "git_commit": git_commit(),
         "machine": machine(),

@@ -181,7 +181,7 @@ class Terminal:
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
-            ("log-prob gap", log_prob_gap(summary["logprob_gap"], summary["effective_samples"])),
+            ("log-prob gap", log_prob_gap(summary)),
             *([("samples", Group(*samples))] if samples else []),
             ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
             ("next", Text("\n".join(hints))),
@@ -329,12 +329,16 @@ def time_split(seconds: Mapping[str, float]) -> RenderableType:
     return table
 
 
-def log_prob_gap(gap: Mapping[str, float | None], effective: float | None) -> Text:
-    """`effective`: the share of the samples that the correction's weights leave, 1 without a correction."""
+def log_prob_gap(summary: Mapping[str, Any]) -> Text:
+    """Describe the gap, and what bounds it: the share of the samples that the correction's weights leave, 1 without a
+    correction, and the share of the replayed experts that the trainers would have chosen."""
+    gap, effective, agreement = (summary[key] for key in ("logprob_gap", "effective_samples", "routing_agreement"))
     if gap["mean"] is None or gap["max"] is None:
         return Text("no step, no gap", "dim")
     left = f"; corrected, effective samples {effective:.1%}" if effective is not None and effective < 1 else ""
-    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max{left}", "" if gap["mean"] <= GAP_MEAN else "yellow")
+    routes = f"; routes replayed, {agreement:.1%} agree" if agreement is not None else ""
+    text = f"{gap['mean']:.1e} mean, {gap['max']:.1e} max{left}{routes}"
+    return Text(text, "" if gap["mean"] <= GAP_MEAN else "yellow")
 
 
 def visible(text: str, width: int) -> str:

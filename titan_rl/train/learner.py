@@ -270,15 +270,20 @@ class Learner:
         if self._config.checkpoint.enable:
             await asyncio.to_thread(self._checkpoints.purge, self._config.checkpoint.keep_latest_k, writing)
 
-    def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
-        return self.packer.update(samples, mesh.dp, whole=whole)
+    def batches(
+        self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True, replay: bool = True
+    ) -> list[Batch]:
+        """Return samples packed for a mesh. Only the policy can `replay` the engine's routes: other weights take their
+        own."""
+        batches = self.packer.update(samples, mesh.dp, whole=whole)
+        return batches if replay and mesh is self._meshes.trainers else [batch.without_routes() for batch in batches]
 
     async def scores(
         self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""
     ) -> list[np.ndarray]:
         """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default."""
         mesh = mesh or self._meshes.trainers
-        batches = self.batches(samples, mesh)
+        batches = self.batches(samples, mesh, replay=not lent)
         temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
         answers, checksums = await mesh.scores(batches, temperature, lent)
         self._check_unchanged(lent or mesh.name, checksums)  # 0 for weights that are trained

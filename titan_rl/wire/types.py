@@ -9,7 +9,7 @@ and the controller never needs a tensor.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -351,6 +351,9 @@ class Batch:
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if samples shared none
+
+    def without_routes(self) -> "Batch":
+        return replace(self, microbatches=[replace(rows, routes=None) for rows in self.microbatches])
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.actors.titan import reduction
+from titan_rl.actors.titan.experts import Routed
 from titan_rl.actors.titan.reduction import Reduction, derived, finish
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
 from titan_rl.kernels.statistics import Statistics
@@ -85,9 +86,15 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
 def test_routes_of_a_steps_updates_add_up() -> None:
     """Two layers of four experts: in the first all tokens meet two of them, in the second each gets the same number."""
     parts = [[[4.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]]
-    updates = [replace(reduced(statistics(0.0)), routed=torch.tensor(each)) for each in parts]
-    metrics = one_step(*updates).metrics
-    assert metrics == {"router/imbalance": 2.0, "router/imbalance_max": 3.0, "router/idle": 0.25}
+    replays = [[8.0, 4.0, 3.0], [8.0, 4.0, 1.0]]
+    updates = [
+        replace(reduced(statistics(0.0)), routed=Routed(torch.tensor(experts), torch.tensor(replay)))
+        for experts, replay in zip(parts, replays, strict=True)
+    ]
+    assert one_step(*updates).metrics == {
+        **{"router/imbalance": 2.0, "router/imbalance_max": 3.0, "router/idle": 0.25},
+        **{"routing/replayed": 0.5, "routing/agreement": 0.75},  # of the first update
+    }
 
 
 def test_a_steps_gap_is_its_first_updates() -> None:

@@ -283,6 +283,19 @@ def test_the_rounding_of_quantized_weights_is_no_disagreement_and_a_larger_gap_i
     assert first(diagnosis) == ("gap", "generator.quantization")
 
 
+@pytest.mark.parametrize(("age", "key"), [(0.0, "algorithm.routing_replay"), (1.5, "rollout.max_staleness_steps")])
+def test_misplaced_routes_are_the_cause_of_the_gap(age: float, key: str) -> None:
+    cfg = config(algorithm__routing_replay=True, rollout__max_staleness_steps=2)
+    wrong = {"routing/agreement": 0.3, "logprob_gap/mean": 0.4, "logprob_gap/mult": 1.6, "logprob_gap/max": 5.0,
+             "policy_age/mean": age}  # fmt: skip
+    right = {"routing/agreement": 0.98}
+    diagnosis = found(metrics(20, cfg, change=lambda step, line: wrong if step >= 5 else right), cfg)
+    assert first(diagnosis) == ("routes", key)
+    assert "chosen 30% of the replayed experts from step 5 on" in diagnosis.problems[0].text
+    assert "gap" in [effect.rule for effect in diagnosis.problems[0].effects]
+    assert not found(metrics(20, cfg, change=lambda step, line: right), cfg).problems
+
+
 def test_stale_samples_ask_for_less_lag() -> None:
     cfg = config("grpo_llama_async", rollout__max_staleness_steps=8)
     old = {"policy_age/mean": 6.2, "policy_age/max": 8.0, "off_policy/ess": 0.31, "clip_ratio/high": 0.2,

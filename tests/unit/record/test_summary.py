@@ -32,7 +32,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
         {"kind": "cold_start", "step": 0, "time": now - 88, "eval/score": 0.125},
         {"kind": "cold_start", "step": 1, "time": now - 80, "loss": 2.0},
         {"kind": "eval", "step": 0, "time": now - 78, "time/eval": 2, "eval/score": 0.25},
-        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5},
+        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5, "routing/agreement": 0.9},
         {"kind": "startup", "step": 1, "time": now - 20, "time/startup": 10},
         {
             "kind": "rl",
@@ -43,6 +43,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
             "tokens/trained": 30,
             "logprob_gap/max": 0.5,
             "off_policy/ess": 0.96,
+            "routing/agreement": 0.98,
         },
         {"kind": "eval", "step": 2, "time": now, "time/eval": 1, "eval/score": 0.75},
     ]
@@ -67,6 +68,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
     )
     assert summary["logprob_gap"] == pytest.approx({"mean": 1e-3, "max": 0.5})
     assert summary["effective_samples"] == pytest.approx(0.97)
+    assert summary["routing_agreement"] == pytest.approx(0.94)
     assert [summary[key] for key in ("config_name", "seed", "steps")] == ["tiny", 0, 2]
     assert [summary[key] for key in ("cold_start_eval", "initial_eval", "final_eval")] == [0.125, 0.25, 0.75]
     assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
@@ -105,6 +107,7 @@ def test_a_run_without_rl_steps_has_a_summary(tmp_path: Path) -> None:
     with RunLog(tmp_path, "tiny", Config()):
         summary = summarize(tmp_path, "tiny", Config())
     assert (summary["steps"], summary["logprob_gap"]) == (0, {"mean": None, "max": None})
+    assert summary["routing_agreement"] is None
 
 
 def test_the_number_of_bad_rows_is_in_the_summary_and_in_the_ledger(tmp_path: Path) -> None:

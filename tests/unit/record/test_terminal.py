@@ -42,6 +42,7 @@ SUMMARY = {
     "steps": 300, "wall_seconds": 312.2, "cold_start_eval": 0.0, "initial_eval": 0.414, "final_eval": 0.981,
     "seconds": {"startup": 21.0, "cold_start": 70.2, "generate": 130.5, "train": 55.1, "sync": 12.3, "wait": 0.1},
     "logprob_gap": {"mean": 1.2e-7, "max": 2.4e-6}, "effective_samples": 0.992,
+    "routing_agreement": 0.985,
 }  # fmt: skip
 CRASH = "Traceback (most recent call last):\n  File 'policy.py', line 42, in step\nRuntimeError: out of memory\n"
 
@@ -126,6 +127,7 @@ def test_a_whole_run_keeps_to_the_terminal_and_its_columns(width: int, tmp_path:
     assert len(ends) == 1
     assert [line.split()[:2] for line in table[:2]] == [["step", "seconds"], ["1/300", "3.21"]]
     assert sum("0.500    0.500" in line for line in table) == 2  # reward, held-out
+    assert "effective samples 99.2%; routes replayed, 98.5% agree" in " ".join(" ".join(lines).split())
     assert any("0.000 before the cold start  →  0.414 before RL  →  0.981 at the end" in line for line in lines)
     assert any(line.split() == ["metrics.jsonl", "tb/"] for line in lines)
     assert any("99+99=xxx" in line for line in lines)
