@@ -11,6 +11,7 @@ Independently of the weight, a rejection drops tokens without weighting the othe
 
     token            keep t    if low <= r_t <= high
     geometric        keep all of the sequence if low <= (prod_t r_t)^(1/n) <= high
+    second_moment    keep the tokens with the smallest (log r_t)^2 whose mean is below `rejection_moment`    M2PO
 
 Weights multiply the surrogate, never the KL or the entropy, and carry no gradient. They change the numerator only: the
 loss's denominator stays as packing fixed it, as in TRL (verl takes rejected tokens out of the mean).
@@ -23,6 +24,7 @@ import torch
 
 from titan_rl.config.sections import Rejection, Weight
 from titan_rl.kernels.kl import MAX_LOG_RATIO
+from titan_rl.kernels.selections import small_squares
 from titan_rl.kernels.statistics import (
     Statistics,
     broadcast,
@@ -42,6 +44,7 @@ class OffPolicy:
     rejection: Rejection = "none"
     rejection_low: float = 0.5
     rejection_high: float = 2.0
+    rejection_moment: float = 0.04
 
 
 def off_policy_weights(
@@ -83,7 +86,9 @@ def correction_of(
             weight_T = ratio_T.clamp(max=settings.high)
         else:
             weight_T = torch.where((ratio_T >= settings.low) & (ratio_T <= settings.high), ratio_T, 0.0)
-    if settings.rejection != "none":
+    if settings.rejection == "second_moment":
+        weight_T = torch.where(small_squares(log_ratio_T, on_T, settings.rejection_moment), weight_T, 0.0)
+    elif settings.rejection != "none":
         ratio_T = ratio(settings.rejection)
         kept_T = (ratio_T >= settings.rejection_low) & (ratio_T <= settings.rejection_high)
         weight_T = torch.where(kept_T, weight_T, 0.0)

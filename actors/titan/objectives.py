@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
-from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
+from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
 from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Batch
 
@@ -24,6 +26,7 @@ Loss = tuple[torch.Tensor, Statistics]
 class Objectives:
     model: TitanModel
     config: Config
+    entropy: EntropyControl | None = None
 
     def named(self, kind: str) -> Callable[[DeviceRows, Batch], Loss]:
         return {
@@ -40,8 +43,9 @@ class Objectives:
 
     def policy(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
+        entropy_coef = self.entropy.coef if self.entropy else algorithm.entropy_coef
         logprob, entropy = self.model.logprobs(
-            rows, temperature=self.config.rollout.temperature, with_entropy_grad=algorithm.entropy_coef > 0
+            rows, temperature=self.config.rollout.temperature, with_entropy_grad=entropy_coef > 0
         )
         proximal = rows.columns.get("proximal")
         if proximal is None and algorithm.proximal == "trainer":
@@ -56,7 +60,7 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
         )
-        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
+        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
@@ -86,7 +90,7 @@ class Objectives:
         )
 
 
-def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:
-    a = algorithm
+def surrogate_of(a: AlgorithmSection, entropy_coef: float) -> Surrogate:
     off_policy = shared_keys(OffPolicy, a, weight=a.correction, low=a.correction_low, high=a.correction_high)
-    return shared_keys(Surrogate, a, kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0, off_policy=off_policy)
+    kl_coef = a.kl_coef if a.kl_in == "loss" else 0.0
+    return shared_keys(Surrogate, a, kl_coef=kl_coef, entropy_coef=entropy_coef, off_policy=off_policy)

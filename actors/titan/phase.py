@@ -23,6 +23,7 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.endpoint import busy_seconds
+from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.lora import TrainedState
@@ -31,7 +32,7 @@ from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
 from titan_rl.actors.titan.spec import adapter
 from titan_rl.actors.titan.state_copy import StateCopy
-from titan_rl.actors.titan.summed_writer import SummedCheckpoints
+from titan_rl.actors.titan.summed_writer import SummedCheckpoints, has_state
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
@@ -80,7 +81,15 @@ class Schedule:
 
 
 class Phase:
-    def __init__(self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | SnapshotPart) -> None:
+    def __init__(
+        self,
+        model: TitanModel,
+        schedule: Schedule,
+        *,
+        folder: str,
+        at: int | SnapshotPart,
+        entropy: EntropyControl | None = None,
+    ) -> None:
         """Resume from the checkpoint of step `at` in `folder`, or from this rank's part of a snapshot; 0 starts from
         scratch."""
         self._model = model
@@ -93,7 +102,8 @@ class Phase:
         self._schedulers = schedule.schedulers(self._optimizers, at if isinstance(at, int) else 0)
         self._statistics: list[Statistics] = []  # one per microbatch accumulated for the next update
         self._seconds = self._busy = 0.0  # in the step so far
-        self.state = TrainState()
+        self.state, self.entropy = TrainState(), entropy
+        states = {TRAIN_STATE: self.state} | ({ENTROPY_CONTROL: entropy} if entropy else {})
         self._checkpoints = SummedCheckpoints.Config(
             enable=config.checkpoint.enable,
             folder=folder,
@@ -106,7 +116,7 @@ class Phase:
             model_parts=[model.model],
             optimizers=self._optimizers,
             lr_schedulers=self._schedulers,
-            states={TRAIN_STATE: self.state},
+            states=dict(states),
             sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
             base_folder=config.job.dump_folder,
         )
@@ -119,7 +129,7 @@ class Phase:
                 MODEL: trained,
                 OPTIMIZER: self._optimizers,
                 LR_SCHEDULER: self._schedulers,
-                TRAIN_STATE: self.state,
+                **states,
             }
         )
         if isinstance(at, SnapshotPart):
@@ -167,7 +177,11 @@ class Phase:
         seconds, busy = self._seconds, self._busy
         self._seconds = self._busy = 0.0
         hardware = self._instruments.end_step(self.state.step, seconds)
-        return replace(finish(updates, lr=lr, seconds=seconds, busy=busy), hardware=hardware)
+        stats = finish(updates, lr=lr, seconds=seconds, busy=busy)
+        if self.entropy:
+            stats.metrics["entropy_coef"] = self.entropy.coef
+            self.entropy.observe(stats.metrics)
+        return replace(stats, hardware=hardware)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -216,8 +230,11 @@ class Phase:
             self.wait_for_saving()
 
     def _load_checkpoint(self, step: int) -> None:
-        earlier = of_earlier_version(self._folder / f"step-{step}")
+        folder = self._folder / f"step-{step}"
+        earlier = of_earlier_version(folder)
         self.state.rotary = "" if earlier else HALVES
+        if self.entropy and not has_state(folder, f"{ENTROPY_CONTROL}.coef"):
+            self._checkpoints.exclude_from_loading = [ENTROPY_CONTROL]  # it was saved without a target
         self._checkpoints.load(step=step)
         self.state.rotary = HALVES
         if earlier:

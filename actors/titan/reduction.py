@@ -126,6 +126,8 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
     if "off_policy/weight_square" in metrics:
         square, mean = metrics.pop("off_policy/weight_square"), metrics["off_policy/weight_mean"]
         metrics["off_policy/ess"] = mean**2 / square if square > 0 else 0.0
+    if "entropy/top" in metrics:
+        metrics["entropy/top"] /= metrics["entropy/top_share"] or 1.0
     if "return/square" in metrics:
         spread = metrics.pop("return/square") - metrics["return/mean"] ** 2
         unexplained = metrics.pop("residual/square") - metrics.pop("residual/mean") ** 2

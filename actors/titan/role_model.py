@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
@@ -29,7 +30,6 @@ class RoleModel(TitanModel):
             config = replace(config, lora=LoraSection())
         super().__init__(config, shape, parallelism)
         self.role: RoleName = role
-        self._objectives = Objectives(self, config)
         self._lent: dict[str, FrozenWeights] = {}
         self._phase: Phase | None = None
         self._phase_name: PhaseName = "rl"
@@ -62,7 +62,10 @@ class RoleModel(TitanModel):
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
         folder = FOLDER + inner
         schedule = schedule_of(self.role, self.config, name)
-        self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at), name
+        algorithm = self.config.algorithm
+        adapts = self.role == "trainer" and name == "rl" and algorithm.kind == "rl" and algorithm.entropy_target > 0
+        entropy = EntropyControl(algorithm) if adapts else None
+        self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at, entropy=entropy), name
         return self._phase.state
 
     @property
@@ -79,7 +82,8 @@ class RoleModel(TitanModel):
     @property
     def _objective(self) -> Objective:
         kind = "supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind
-        return self._objectives.named("value" if self.role == "critic" else kind)
+        objectives = Objectives(self, self.config, self.phase.entropy)
+        return objectives.named("value" if self.role == "critic" else kind)
 
     def scores(self, batch: Batch, temperature: float, lent: str = "") -> tuple[list[np.ndarray], int]:
         """Return each place's log-prob or value, under the model's own weights or those `lent` to it; and the checksum

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_rl.actors.titan.summed_writer import PlainMetadata
+from titan_rl.actors.titan.summed_writer import has_state
 from titan_rl.wire.model_shape import ModelShape
 
 HALVES = "halves"
@@ -30,7 +30,7 @@ def halves_of(pairs: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def of_earlier_version(checkpoint: Path) -> bool:
     """Return True if a checkpoint is without the key `rotary`: its rows are in pairs."""
-    return "train_state.rotary" not in PlainMetadata(checkpoint).read_metadata().state_dict_metadata
+    return not has_state(checkpoint, "train_state.rotary")
 
 
 @torch.no_grad()

@@ -84,6 +84,11 @@ class PlainMetadata(FileSystemReader):
         return super().read_metadata(*args, **kwargs)
 
 
+def has_state(checkpoint: Path, name: str) -> bool:
+    """Return True if a checkpoint has a state or a value of this name."""
+    return name in PlainMetadata(checkpoint).read_metadata().state_dict_metadata
+
+
 class PlainValues(DefaultLoadPlanner):
     """DCP's plan of a load. It unpickles a value that is no tensor only if torch's list of safe classes covers it."""
 

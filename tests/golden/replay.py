@@ -16,8 +16,9 @@ import torch
 from titan_rl.batch.advantages import group_relative, soft_overlong_punishment
 from titan_rl.batch.packing import Aggregation, Weighting, pack
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
-from titan_rl.kernels.policy_loss import Surrogate, Tokens
+from titan_rl.kernels.policy_loss import Tokens
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.wire.types import Rows, Sample
 
 PROMPT = 2  # tokens before each answer
@@ -103,13 +104,15 @@ def samples(inputs: Case) -> list[Sample]:
     return [Sample(tokens=[1] * (PROMPT + n), mask=[0] * PROMPT + mask[:n]) for n, mask in rows]
 
 
-def placed(packed: list[Sample], aggregation: Aggregation, length: int = 1, together: int = 1) -> list[Placed]:
-    """Pack into two shards of several microbatches each."""
+def placed(
+    packed: list[Sample], aggregation: Aggregation, length: int = 1, together: int = 1, *, whole: bool = False
+) -> list[Placed]:
+    """Pack into two shards of several microbatches each, or the `whole` into one microbatch."""
     batches = pack(
         packed,
-        shards=2,
+        shards=1 if whole else 2,
         seq_len=18,
-        rows_per_microbatch=1,
+        rows_per_microbatch=len(packed) if whole else 1,
         pad_id=0,
         together=together,
         weighting=Weighting(aggregation, length),

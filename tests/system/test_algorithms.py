@@ -33,12 +33,16 @@ RL: dict[str, dict[str, Any]] = {
     "ppo": {"critic__data_parallel_shard_degree": 2},
     "dapo": {"algorithm__max_refills": 1},
     "gspo": {"algorithm__epochs": 2, "parallelism__tensor_parallel_degree": 2},
+    "sapo": {"algorithm__top_entropy_share": 0.5, "algorithm__minibatches": 2},
+    "m2po": {"algorithm__entropy_target": 9.0, "rollout__max_staleness_steps": 0},
     "cispo": {"algorithm__rejection": "geometric", "algorithm__entropy_coef": 0.01},
 }
 TELLS: dict[str, list[str]] = {
     "rloo": ["time/judge"],
     "reinforce_pp_baseline": ["kl/k2"],
     "ppo": ["value/loss", "value/explained_variance", "value/grad_norm", "return/mean", "off_policy/ess"],
+    "sapo": ["entropy/top", "entropy/top_share"],
+    "m2po": ["entropy_coef", "off_policy/masked"],
     "dapo": ["dropped/groups", "dropped/tokens", "dropped/truncated"],
 }
 

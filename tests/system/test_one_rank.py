@@ -204,3 +204,54 @@ def test_a_reward_model_scores_as_in_transformers_tied_or_not(tmp_path: Path) ->
     for one in found:
         assert one["ours"] == pytest.approx(one["theirs"], abs=1e-5)
         assert abs(one["ours"][0] - one["ours"][1]) > 1e-3
+
+
+ENTROPY = """
+config = replace(
+    config,
+    algorithm=c.AlgorithmSection(
+        entropy_target=9.0, entropy_coef=0.01, entropy_coef_delta=0.002, entropy_coef_max=0.015, top_entropy_share=0.5
+    ),
+)
+plain = replace(config, algorithm=replace(config.algorithm, entropy_target=0.0))
+part = SnapshotPart(f"/proc/{os.getpid()}/fd/{os.memfd_create('part')}", 1)
+
+def step(model):
+    at = model.phase.state.step
+    tokens = np.random.default_rng(at).integers(3, 60, 12).tolist()
+    columns = {"behaviour": -np.ones(12), "advantage": np.ones(12)}
+    batches = pack([Sample(tokens, [0] + [1] * 11, columns)], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
+    stats = model.step(batches)
+    return stats.loss, stats.grad_norm, stats.metrics.get("entropy_coef"), stats.metrics["entropy/top_share"]
+
+model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
+model.initialize()
+model.begin_phase("rl", 0)
+first = [step(model) for _ in range(3)]
+model.phase.save(3, "{}")
+model.phase.snapshot(3, "{}", part)
+model.phase.settle()
+whole = [step(model) for _ in range(3)]
+for at in (3, part):
+    model.begin_phase("rl", at)
+    tell(whole=whole, then=[step(model) for _ in range(3)], first=first)
+
+model.config = plain
+model.begin_phase("rl", 3)
+step(model)
+model.phase.save(4, "{}")
+model.config = config
+model.begin_phase("rl", 4)
+tell(coefs=[step(model)[2] for _ in range(2)])
+"""
+
+
+def test_the_entropys_control_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    """And begins at the key's value, if a run without a target goes on with one."""
+    *resumed, changed = results_of_rank(ENTROPY, tmp_path)
+    for one in resumed:
+        assert one["then"] == one["whole"]
+        assert [coef for _, _, coef, _ in one["first"] + one["whole"]] == [0, 0.012, 0.014, 0.015, 0.015, 0.015]
+        assert all(0.4 < share < 0.6 for *_, share in one["whole"])
+    assert len(resumed) == 2
+    assert changed["coefs"] == [0, 0.012]

@@ -180,13 +180,40 @@ class AlgorithmSection:
     ratio: Level = "token"
     """Importance ratio: per token, or the geometric mean over a sequence (GSPO)."""
     clip: Clip = "ppo"
-    """"ppo" clips the objective; "cispo" clips the weight in front of the log-prob."""
+    """"ppo" clips the objective; "cispo" clips the weight in front of the log-prob; "sapo" fades the gradient out.
+    "dppo_tv", "dppo_kl" and "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios and takes
+    their mean over a sequence; "vespo" weighs whole sequences. "clip_cov" and "kl_cov" hold back the tokens that would
+    lower the entropy most (docs/algorithms.md)."""
     clip_low: float = bounds(0.2, ge=0, le=1)
-    """Clip the ratio from below at 1 - clip_low."""
+    """Clip the ratio from below at 1 - clip_low. Of "gmpo": the log-ratio at -clip_low. Of "dppo_*" and "prob_diff":
+    largest fall of a probability, or the largest KL."""
     clip_high: float = bounds(0.2, ge=0, le=1e6)
-    """Clip the ratio from above at 1 + clip_high."""
+    """Clip the ratio from above at 1 + clip_high. Of "gmpo", "dppo_*" and "prob_diff": as clip_low, for a rise."""
     dual_clip: float = bounds(0.0, ge=0, le=1e6)
-    """Upper limit of the ratio where the advantage is negative. 0: off. 3 is a common value."""
+    """Upper limit of the ratio where the advantage is negative; of "dppo_*" for every advantage. 0: off. 3 is a common
+    value, for "dppo_*" 20."""
+    sapo_tau_positive: float = bounds(1.0, gt=0, le=1e6)
+    """Sharpness of "sapo" where the advantage is positive."""
+    sapo_tau_negative: float = bounds(1.05, gt=0, le=1e6)
+    """Sharpness of "sapo" where the advantage is not positive."""
+    vespo_k_positive: float = bounds(2.0, ge=0, le=1e3)
+    """Power of a sequence's ratio in the weight of "vespo": how little unlikely answers with a good advantage count."""
+    vespo_k_negative: float = bounds(3.0, ge=0, le=1e3)
+    """The same for negative advantages."""
+    vespo_lambda_positive: float = bounds(3.0, gt=0, le=1e3)
+    """Decay of the weight of "vespo" with a sequence's ratio, where the advantage is not negative."""
+    vespo_lambda_negative: float = bounds(2.0, gt=0, le=1e3)
+    """The same for negative advantages."""
+    cov_share: float = bounds(2e-4, gt=0, le=1)
+    """Share of a microbatch's trained tokens that "clip_cov" and "kl_cov" select, at least one token."""
+    cov_low: float = bounds(1.0, ge=0, le=1e6)
+    """"clip_cov" selects among tokens whose covariance of log-prob and advantage is above this."""
+    cov_high: float = bounds(5.0, gt=0, le=1e6)
+    """"clip_cov" selects among tokens whose covariance is below this."""
+    cov_kl_coef: float = bounds(1.0, ge=0, le=1e6)
+    """Weight of |log ratio| on the tokens that "kl_cov" selects."""
+    ratio_penalty: float = bounds(0.0, ge=0, le=1e6)
+    """Weight of (log ratio)^2, which holds every token near the policy that the ratio compares with."""
     aggregation: Aggregation = "token_mean"
     """Loss of a step: mean over its tokens, mean over sequences of each sequence's token mean, or mean over sequences
     of each sequence's sum / length_constant."""
@@ -199,7 +226,18 @@ class AlgorithmSection:
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL is added. "reward" subtracts each token's KL from its reward."""
     entropy_coef: float = bounds(0.0, ge=0, le=1e6)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus. With entropy_target: its value before the first step."""
+    entropy_target: float = bounds(0.0, ge=0, le=100)
+    """Mean entropy in nats to hold: entropy_coef grows by entropy_coef_delta per step at or below it, falls above it,
+    and adds a bonus only after a step at or below it. 0: entropy_coef is constant."""
+    entropy_coef_delta: float = bounds(0.005, gt=0, le=1e6)
+    """Change of entropy_coef per step."""
+    entropy_coef_min: float = bounds(0.0, ge=0, le=1e6)
+    """Lower bound of entropy_coef."""
+    entropy_coef_max: float = bounds(1.0, ge=0, le=1e6)
+    """Upper bound of entropy_coef."""
+    top_entropy_share: float = bounds(1.0, gt=0, le=1)
+    """Share of a microbatch's trained tokens that learn: those with the highest entropy. 1: all; the paper has 0.2."""
     minibatches: int = bounds(1, ge=1, le=2**14)
     """Number of optimizer updates that the groups of a step are split into."""
     epochs: int = bounds(1, ge=1, le=1000)
@@ -216,11 +254,13 @@ class AlgorithmSection:
     """Value at which "*_tis" truncates the weight; upper bound of "*_mask"."""
     rejection: Rejection = "none"
     """Drop tokens ("token"), or whole sequences by their geometric mean ("geometric"), whose probability ratio of
-    trainer to generator is outside the bounds."""
+    trainer to generator is outside the bounds; or the tokens with the largest log-ratios ("second_moment"; M2PO)."""
     rejection_low: float = bounds(0.5, ge=0, le=1e6)
     """Lower bound of the ratio that is kept."""
     rejection_high: float = bounds(2.0, gt=0, le=1e6)
     """Upper bound of the ratio that is kept."""
+    rejection_moment: float = bounds(0.04, gt=0, le=1e6)
+    """"second_moment" drops tokens until the mean of (log ratio)^2 over a microbatch is below this."""
     routing_replay: bool = False
     """Mixtures of experts: trainers send each token to the experts that the generator sent it to. Their own routers
     only weight these experts (docs/algorithms.md)."""

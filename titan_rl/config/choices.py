@@ -18,14 +18,16 @@ Family = Literal[
 ]
 FamilyChoice = Literal["auto", Family]
 Level = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "none"]
+Clip = Literal["ppo", "cispo", "sapo", "dppo_tv", "dppo_kl", "prob_diff", "gmpo", "vespo", "clip_cov", "kl_cov", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
-Rejection = Literal["none", "token", "geometric"]
-RolloutAlgorithm = Literal[
+Rejection = Literal["none", "token", "geometric", "second_moment"]
+ClassicAlgorithm = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "dapo", "gspo", "cispo", "opd"
 ]
+GateAlgorithm = Literal["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov", "m2po"]
+RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm]
 AlgorithmName = Literal[RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
 
 

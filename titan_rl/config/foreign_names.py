@@ -31,6 +31,8 @@ KEYS = {
     "save_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_latest_k",
     "scale_rewards": "algorithm.normalize",
+    "top_entropy_quantile": "algorithm.top_entropy_share",
+    "use_adaptive_entropy": "algorithm.entropy_target",
     "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
     "vllm_importance_sampling_correction": "algorithm.correction",
     "vllm_tensor_parallel_size": "generator.tensor_parallel_degree",

@@ -5,7 +5,7 @@ A file's own keys override the preset, so presets can be changed and mixed freel
 A preset means the same at every staleness: its ratio is against the log-probs of sampling (proximal = "generator"), as
 PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
 ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Other keys are
-needed by two presets, opd with a lag and gspo in 16 bits, and by all where the engines' weights are quantized: see
+needed by opd with a lag, by gspo and luspo in 16 bits, and by all where the engines' weights are quantized: see
 `resolve`.
 """
 
@@ -41,6 +41,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     # On-policy distillation: a token's advantage is teacher log-prob - sampling log-prob.
     "opd": {"advantage": "teacher", "normalize": "none", "clip": "none"},
+    # Gao et al. 2025 (SAPO): a soft gate in place of the clip.
+    "sapo": {"clip": "sapo", "aggregation": "sequence_mean"},
+    # Qi et al. 2026 (DPPO): the trust region is one of probabilities. "dppo_kl" has 0.05 for both bounds.
+    "dppo": {"clip": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15, "dual_clip": 20.0},
+    # prime-rl's loss "ipo": both directions are masked, and a penalty holds all tokens.
+    "prob_diff": {"clip": "prob_diff", "clip_low": 0.1, "clip_high": 0.1, "ratio_penalty": 1e-3},
+    # Zhao et al. 2025 (GMPO): the geometric mean of clipped token ratios, in a wide clip.
+    "gmpo": {"ratio": "sequence", "clip": "gmpo", "aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    # LUSPO (arXiv 2602.05261): gspo whose sequences count by their length.
+    "luspo": {
+        "ratio": "sequence",
+        "aggregation": "sequence_sum",
+        "length_constant": 1,
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+    },
+    # Shen et al. 2026 (VESPO): a smooth weight of a whole sequence's ratio.
+    "vespo": {"clip": "vespo"},
+    # Cui et al. 2025: hold back the few tokens that would lower the entropy most.
+    "clip_cov": {"clip": "clip_cov"},
+    "kl_cov": {"clip": "kl_cov"},
+    # Zheng et al. 2025 (M2PO): no clip; tokens are dropped until the second moment of the log-ratios is small.
+    "m2po": {"clip": "none", "rejection": "second_moment"},
     # Supervised and preference training use only global_batch_size, beta and label_smoothing.
     "sft": {},
     "dpo": {},
@@ -53,9 +76,10 @@ TRUNCATED: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
 quantized weights: a clip of the ratio against their log-probs would act on rounding."""
 
 GSPO_16_BITS: dict[str, Any] = {"clip_low": 0.015, "clip_high": 0.02}
-"""gspo's clip for a ratio against a generator, if it or the trainer computes in 16 bits. They then round differently,
-which moves the ratio of an unchanged policy beyond the paper's clip. This one is 50 times as wide: more than the mean
-difference over an answer of some dozens of tokens, if the difference per token is sound (train/engine_proof.py)."""
+"""The clip of gspo and luspo for a ratio against a generator, if it or the trainer computes in 16 bits. They then
+round differently, which moves the ratio of an unchanged policy beyond the papers' clips. This one is 50 times as wide
+as gspo's: more than the mean difference over an answer of some dozens of tokens, if the difference per token is sound
+(train/engine_proof.py)."""
 
 
 def resolve(
@@ -67,7 +91,7 @@ def resolve(
     corrected = quantized and "correction" not in own and name in get_args(RolloutAlgorithm)
     if (corrected or (name == "opd" and lag)) and own.get("proximal") != "generator":
         keys = TRUNCATED
-    elif name == "gspo" and set(dtypes) != {"float32"}:
+    elif name in ("gspo", "luspo") and set(dtypes) != {"float32"}:
         # Without a lag the sampling policy is the trainer's, so a ratio against the trainer has no difference of
         # rounding. With a lag only the generator has computed log-probs of the older policy. A weight by the product
         # over an answer ("sequence_tis") would add up the rounding of all tokens; the mean in gspo's ratio cancels it.

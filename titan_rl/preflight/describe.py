@@ -189,6 +189,10 @@ def sampling(config: Config) -> str:
     parts += [("rollout.min_p", r.min_p, 0), ("rollout.max_new_tokens", r.max_new_tokens, None)]
     parts += [("algorithm.clip_low", a.clip_low, None), ("algorithm.clip_high", a.clip_high, None)]
     parts += [("algorithm.kl_coef", a.kl_coef, None), ("algorithm.entropy_coef", a.entropy_coef, 0)]
+    parts += [
+        ("algorithm.entropy_target", a.entropy_target, 0),
+        ("algorithm.top_entropy_share", a.top_entropy_share, 1),
+    ]
     if a.kind != "rl":
         parts = parts[4:5]
     return ", ".join(f"{key} {value:g}" for key, value, off in parts if value != off)

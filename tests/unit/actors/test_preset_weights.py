@@ -22,6 +22,8 @@ SHAPE = ANSWERS, TOKENS
 FLOAT32, BFLOAT16 = Config(), Config(training=TrainingSection(mixed_precision_param="bfloat16"))
 CLIPPED = {"dapo": (0.8, 1.28)}  # others: 0.8 and 1.2
 RL = [name for name in PRESETS if AlgorithmSection(name=name).kind == "rl"]  # type: ignore[arg-type]
+PPO_CLIP = [name for name in RL if PRESETS[name].keys().isdisjoint(("clip", "ratio"))]
+GATES = ["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "kl_cov", "m2po"]  # clip_cov drops tokens at any ratio
 
 
 def preset(name: str, lag: int, dtypes: Config = FLOAT32, **own: Any) -> AlgorithmSection:
@@ -67,12 +69,20 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 4])
-@pytest.mark.parametrize("name", [name for name in RL if name not in ("gspo", "cispo", "opd")])
+@pytest.mark.parametrize("name", PPO_CLIP)
 def test_a_clip_is_the_presets_at_every_lag(name: str, lag: int) -> None:
     low, high = CLIPPED.get(name, (0.8, 1.2))
     found = weights(preset(name, lag), FAR, ADVANTAGE)
     assert_equal(found, clipped(FAR.exp(), ADVANTAGE, low, high))
     assert 0.3 < (found == 0).double().mean() < 0.5, "many are clipped, and many are not"
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_is_open_on_policy_and_the_same_at_every_lag(name: str) -> None:
+    assert_equal(weights(preset(name, 0), torch.zeros_like(FAR), ADVANTAGE), torch.ones_like(FAR))
+    found = weights(preset(name, 0), FAR, ADVANTAGE)
+    assert_equal(weights(preset(name, 4), FAR, ADVANTAGE), found)
+    assert not torch.allclose(found, FAR.exp()), "it acts on a policy that has moved"
 
 
 @pytest.mark.parametrize("lag", [0, 4])

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from titan_rl.actors.titan import reduction
 from titan_rl.actors.titan.experts import Routed
 from titan_rl.actors.titan.reduction import Reduction, derived, finish
-from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
+from titan_rl.kernels.policy_loss import Tokens, policy_loss
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.types import RATIO_EDGES, Batch

@@ -1,5 +1,6 @@
 """A name stands for keys; a file's own go over them, a flag over both."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from support.folders import write_hf, write_models
 from titan_rl.config.presets import PRESETS, resolve
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config, ModelSection
 from titan_rl.config.toml import find, load, schema, shipped, to_toml
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.shapes import shape_of
 
@@ -78,13 +80,14 @@ def test_a_files_keys_win_at_every_lag() -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("auto", "auto")])
-def test_gspo_is_right_for_16_bits_if_a_dtype_may_have_them(dtypes: tuple[str, str]) -> None:
-    usual, wide = PRESETS["gspo"], {"proximal": "generator", "clip_low": 0.015, "clip_high": 0.02}
-    assert resolve({"name": "gspo"}, lag=0, dtypes=dtypes) == {"name": "gspo", **usual, "proximal": "trainer"}
-    assert resolve({"name": "gspo"}, lag=1, dtypes=dtypes) == {"name": "gspo", **usual, **wide}
-    own = {"name": "gspo", "proximal": "generator"}
+@pytest.mark.parametrize("name", ["gspo", "luspo"])
+def test_gspo_is_right_for_16_bits_if_a_dtype_may_have_them(name: str, dtypes: tuple[str, str]) -> None:
+    usual, wide = PRESETS[name], {"proximal": "generator", "clip_low": 0.015, "clip_high": 0.02}
+    assert resolve({"name": name}, lag=0, dtypes=dtypes) == {"name": name, **usual, "proximal": "trainer"}
+    assert resolve({"name": name}, lag=1, dtypes=dtypes) == {"name": name, **usual, **wide}
+    own = {"name": name, "proximal": "generator"}
     assert resolve(own, lag=0, dtypes=dtypes) == own | usual | wide, "its clip allows for rounding"
-    own = {"name": "gspo", "proximal": "trainer", "clip_low": 0.5}
+    own = {"name": name, "proximal": "trainer", "clip_low": 0.5}
     assert resolve(own, lag=1, dtypes=dtypes) == usual | own
     assert resolve({"name": "dapo"}, lag=1, dtypes=dtypes) == {"name": "dapo", **PRESETS["dapo"]}
 
@@ -163,8 +166,11 @@ def test_a_kl_can_be_added_to_any_preset(name: str, tmp_path: Path, monkeypatch:
     assert config.algorithm.needs_reference == (config.algorithm.kind in ("rl", "preference"))
 
 
-def test_every_preset_has_a_shipped_config() -> None:
-    assert {load(find(name)).algorithm.name for name in shipped()} == set(PRESETS)
+def test_every_preset_has_a_shipped_config_or_differs_from_grpo_in_the_loss_alone() -> None:
+    of_the_loss = {f.name for f in fields(Surrogate)} | {"aggregation", "length_constant", "rejection"}
+    unshipped = PRESETS.keys() - {load(find(name)).algorithm.name for name in shipped()}
+    assert unshipped == {"dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov"}
+    assert all(PRESETS[name].keys() <= of_the_loss for name in unshipped)
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if not load(find(name)).hosts.gpu_memory_gb])

@@ -37,8 +37,9 @@ from titan_rl.batch.advantages import (
     kl_penalty,
     leave_one_out,
 )
-from titan_rl.kernels.policy_loss import Surrogate, policy_loss
+from titan_rl.kernels.policy_loss import policy_loss
 from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, dpo_loss
+from titan_rl.kernels.surrogate import Surrogate
 
 TRL_POLICY, TRL_RLOO = cases("trl_policy.json"), cases("trl_rloo.json")
 TRL_PREFERENCE, TRL_ADVANTAGES = cases("trl_preference.json"), cases("trl_advantages.json")

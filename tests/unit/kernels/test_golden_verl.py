@@ -45,7 +45,8 @@ from titan_rl.batch.advantages import (
 from titan_rl.batch.experience import with_advantages
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.kernels.kl import kl_estimate
-from titan_rl.kernels.policy_loss import Surrogate, policy_loss
+from titan_rl.kernels.policy_loss import policy_loss
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Branch, Group, Prompt, Rollout
 

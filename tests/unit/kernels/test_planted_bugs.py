@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from golden.gates import TRL, VERL, Ours, gate_loss
 from golden.replay import (
     PROMPT,
     Case,
@@ -31,6 +33,7 @@ CASES = cases("verl_policy.json")
 CASE = CASES["entropy"]  # tokens have different advantages; one sequence trains nothing
 SURROGATE, AGGREGATION = verl_setup(CASE["settings"])
 SAMPLES = samples(CASE["inputs"])
+GATES = {"trl": (cases("trl_gates.json"), TRL), "verl": (cases("verl_gates.json"), VERL)}
 GAE = cases("verl_advantages.json")["gae"]
 
 
@@ -146,3 +149,48 @@ def test_a_loss_divided_on_each_rank_is_caught() -> None:
     compare(ranks([slice(None)]), CASE["outputs"]["loss"])
     with pytest.raises(AssertionError):
         compare(ranks([slice(3), slice(3, None)]), CASE["outputs"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "bug"),
+    [
+        ("trl", "sapo_sharp", {"sapo_tau_positive": 3.5, "sapo_tau_negative": 2.0}),  # taus of the other sign
+        ("verl", "dppo_tv", {"clip": "prob_diff"}),  # a mask that ignores the advantage's sign
+        ("verl", "dppo_tv", {"clip_low": 0.08, "clip_high": 0.05}),  # bounds of the other direction
+        ("verl", "dppo_kl", {"clip": "dppo_tv"}),
+        ("verl", "dppo_tv_limited", {"dual_clip": 0.0}),
+        ("verl", "geo_mean", {"clip": "ppo"}),  # a clip after the mean, not before it
+        ("verl", "geo_mean", {"clip": "gmpo", "clip_low": 0.08, "clip_high": 0.05}),
+        ("trl", "vespo", {"vespo_k_positive": 3.0, "vespo_k_negative": 2.0}),
+        ("trl", "luspo_clipped", {"ratio": "token"}),
+        ("verl", "clip_cov", {"clip": "ppo"}),
+        ("verl", "kl_cov", {"cov_share": 0.25}),
+        ("trl", "top_entropy", {"top_entropy_share": 0.35}),
+    ],
+)
+def test_a_gate_with_a_classic_mistake_is_caught(peer: str, name: str, bug: dict[str, Any]) -> None:
+    every, ours = GATES[peer]
+    case = every[name]
+
+    def compare_gate(of: Ours) -> None:
+        loss, _, x = gate_loss(case, of)
+        loss.backward()
+        compare(loss, case["outputs"]["loss"])
+        compare_gradients(x, case)
+
+    compare_gate(ours[name])
+    with pytest.raises(AssertionError):
+        compare_gate(replace(ours[name], surrogate=replace(ours[name].surrogate, **bug)))
+
+
+def test_a_length_that_divides_a_sequence_of_luspo_is_caught() -> None:
+    case, ours = GATES["trl"][0]["luspo"], TRL["luspo"]
+    with pytest.raises(AssertionError):
+        compare(gate_loss(case, replace(ours, aggregation="sequence_mean"))[0], case["outputs"]["loss"])
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_a_selection_within_other_microbatches_is_caught(name: str) -> None:
+    case = GATES["verl"][0][name]
+    with pytest.raises(AssertionError):
+        compare(gate_loss(case, replace(VERL[name], whole=False))[0], case["outputs"]["loss"])

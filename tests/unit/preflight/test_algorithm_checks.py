@@ -38,6 +38,31 @@ from titan_rl.preflight.checks import problems, warnings
             'algorithm.dual_clip: expected 0, because algorithm.clip is "cispo", found 6',
         ),
         (
+            'clip = "gmpo"',
+            'algorithm.ratio: expected "sequence", because algorithm.clip = "gmpo" is a mean over each sequence, '
+            'found "token"',
+        ),
+        (
+            'clip = "vespo"\nratio = "sequence"',
+            'algorithm.ratio: expected "token", because algorithm.clip = "vespo" multiplies the ratios of a sequence',
+        ),
+        (
+            'clip = "dppo_tv"\nclip_high = 4',
+            'algorithm.clip_high: expected a value below 1, because algorithm.clip = "dppo_tv" bounds the change of a',
+        ),
+        (
+            'name = "clip_cov"\ncov_low = 5',
+            "algorithm.cov_low: expected a value below algorithm.cov_high = 5, found 5",
+        ),
+        (
+            "entropy_target = 0.5\nentropy_coef = 2",
+            "algorithm.entropy_coef: expected a value in [0, 1] with algorithm.entropy_target, found 2",
+        ),
+        (
+            "entropy_target = 0.5\nentropy_coef_max = 0.1\nentropy_coef_min = 0.2",
+            "algorithm.entropy_coef_min: expected at most algorithm.entropy_coef_max = 0.1, found 0.2",
+        ),
+        (
             "correction_low = 2",
             "algorithm.correction_low: expected a value below algorithm.correction_high = 2, found 2",
         ),
@@ -160,6 +185,8 @@ def test_every_problem_of_an_algorithm_at_once(tmp_path: Path) -> None:
         "overlong_buffer = 64",
         '[reference]\nmesh = "none"',  # nothing needs one
         'name = "sft"\nminibatches = 3\ndual_clip = 0.5',  # keys of RL
+        'clip = "dppo_kl"\nclip_high = 2\ndual_clip = 20',  # a KL may be above 1
+        "entropy_coef = 2\nentropy_coef_max = 1",  # without a target the bounds do not hold
         'name = "reward_model"\n[task]\nreward = "model"',  # it is judged by the order of pairs
         'name = "reward_model"\n[hosts]\nslots = 1',  # it has no generators
         'name = "dpo"\n[eval]\nsize = 0\n[hosts]\nslots = 1',
@@ -176,6 +203,7 @@ def test_a_clip_that_cannot_act_is_warned_of(tmp_path: Path) -> None:
         ("dual_clip = 3", "algorithm.dual_clip = 3.0"),
         ('name = "dapo"', "algorithm.clip_high = 0.28"),
         ('name = "gspo"', "algorithm.clip_low = 0.0003, algorithm.clip_high = 0.0004"),
+        ('clip = "sapo"', 'algorithm.clip = "sapo"'),
         ('name = "cispo"', 'algorithm.clip = "cispo", algorithm.clip_low = 1.0, algorithm.clip_high = 4.0'),
     ):
         (warning,) = warnings(config(tmp_path, f"{trainer}{keys}"))
@@ -186,6 +214,7 @@ def test_a_clip_that_cannot_act_is_warned_of(tmp_path: Path) -> None:
         )
         for more in ("minibatches = 2", "epochs = 2"):
             assert warnings(config(tmp_path, f"{trainer}{keys}\n{more}")) == []
+    assert warnings(config(tmp_path, f'{trainer}clip = "clip_cov"')) == []  # it acts at a ratio of 1, too
     assert warnings(config(tmp_path, trainer)) == []  # decoupled PPO with the usual clip, on purpose
     (warning,) = warnings(config(tmp_path, '[algorithm]\nproximal = "trainer"\nclip_high = 0.28'))
     assert warning.endswith("ratio is 1 on every token; set algorithm.minibatches or algorithm.epochs above 1")

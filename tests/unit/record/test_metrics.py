@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.kernels.kl import Estimator
-from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
+from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
 from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import fit_metrics, step_metrics, step_times

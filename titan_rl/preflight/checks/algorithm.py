@@ -43,8 +43,9 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield wrong("algorithm.dynamic_sampling", f"false, {alone}")
     if 0 < a.dual_clip <= 1 + a.clip_high:
         yield wrong("algorithm.dual_clip", f"a value above 1 + clip_high = {1 + a.clip_high:g}, or 0 for off")
-    if a.dual_clip and a.clip != "ppo":
+    if a.dual_clip and a.clip not in ("ppo", "dppo_tv", "dppo_kl"):
         yield wrong("algorithm.dual_clip", f'0, because algorithm.clip is "{a.clip}"')
+    yield from check_gates(config)
     for key in ("correction", "rejection"):
         if getattr(a, f"{key}_low") >= (high := getattr(a, f"{key}_high")):
             yield wrong(f"algorithm.{key}_low", f"a value below algorithm.{key}_high = {high:g}")
@@ -62,6 +63,26 @@ def check_algorithm(config: Config) -> Iterator[str]:
             yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
+
+
+def check_gates(config: Config) -> Iterator[str]:
+    """Check the keys of single clips, and of the entropy's control."""
+    wrong, a = partial(problem, config), config.algorithm
+    clip = f'because algorithm.clip = "{a.clip}"'
+    if a.clip == "gmpo" and a.ratio != "sequence":
+        yield wrong("algorithm.ratio", f'"sequence", {clip} is a mean over each sequence')
+    if a.clip == "vespo" and a.ratio != "token":
+        yield wrong("algorithm.ratio", f'"token", {clip} multiplies the ratios of a sequence itself')
+    for key in ("clip_low", "clip_high"):
+        if a.clip in ("dppo_tv", "prob_diff") and getattr(a, key) >= 1:
+            yield wrong(f"algorithm.{key}", f"a value below 1, {clip} bounds the change of a probability")
+    if a.clip == "clip_cov" and a.cov_low >= a.cov_high:
+        yield wrong("algorithm.cov_low", f"a value below algorithm.cov_high = {a.cov_high:g}")
+    low, high = a.entropy_coef_min, a.entropy_coef_max
+    if a.entropy_target and low > high:
+        yield wrong("algorithm.entropy_coef_min", f"at most algorithm.entropy_coef_max = {high:g}")
+    elif a.entropy_target and not low <= a.entropy_coef <= high:
+        yield wrong("algorithm.entropy_coef", f"a value in [{low:g}, {high:g}] with algorithm.entropy_target")
 
 
 def check_steps(config: Config) -> Iterator[str]:
@@ -185,7 +206,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it"
-    if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip == "none":
+    if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip in ("clip_cov", "none"):
         return
     preset = algorithm_of({"name": a.name}, config)
     usual = preset if preset.proximal == "trainer" else AlgorithmSection()
