@@ -162,7 +162,7 @@ class Controller:
     async def judge(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
         """Return the groups, and their samples with the columns of every role and with advantages."""
         samples = await self.learner.judge(samples_of(groups, self.config.algorithm))
-        return with_advantages(groups, samples, self.config.algorithm)
+        return with_advantages(groups, samples, self.config.algorithm, training_rubric(self.config.task).weights)
 
     @property
     def overlaps(self) -> bool:
@@ -341,6 +341,8 @@ class Controller:
         grader = grader_rubric(config.task)
         settings = StreamSettings(
             algorithm=config.algorithm,
+            weights=training_rubric(config.task).weights,
+            correct_at=config.curriculum.correct_at,
             rollout=config.rollout,
             sampling=self.setup.sampling,
             seed=config.debug.seed,

@@ -31,7 +31,8 @@ def with_tool(reward: float) -> Rollout:
 
 
 def group(*rollouts: Rollout) -> Group:
-    return Group(Prompt(0, "", [1, 2], ""), list(rollouts))
+    """Return the rollouts as a group, with the reward of a greedy answer that some baselines need."""
+    return Group(Prompt(0, "", [1, 2], ""), list(rollouts), baseline=0.25)
 
 
 def with_column(samples: Sequence[Sample], **values: float) -> list[Sample]:

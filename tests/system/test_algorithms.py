@@ -36,6 +36,9 @@ RL: dict[str, dict[str, Any]] = {
     "sapo": {"algorithm__top_entropy_share": 0.5, "algorithm__minibatches": 2},
     "m2po": {"algorithm__entropy_target": 9.0, "rollout__max_staleness_steps": 0},
     "cispo": {"algorithm__rejection": "geometric", "algorithm__entropy_coef": 0.01},
+    "gdpo": {"task__reward": "exact", "task__rewards": '{"dense_reward:digits" = 1.0, exact = 1.0}'},
+    "remax": {"rollout__groups_per_step": 16},
+    "otb": {"parallelism__tensor_parallel_degree": 2, "training__stream_groups": 2},
 }
 TELLS: dict[str, list[str]] = {
     "rloo": ["time/judge"],
@@ -44,6 +47,9 @@ TELLS: dict[str, list[str]] = {
     "sapo": ["entropy/top", "entropy/top_share"],
     "m2po": ["entropy_coef", "off_policy/masked"],
     "dapo": ["dropped/groups", "dropped/tokens", "dropped/truncated"],
+    "gdpo": ["reward_part/digits", "reward_part/exact", "reward/penalty"],
+    "remax": ["reward/greedy"],
+    "otb": ["time/judge"],
 }
 
 

@@ -1,19 +1,27 @@
 """Computes advantages from rewards: how much better each token did than expected. Pure functions on numpy.
 
-    group            r - mean(group)                     GRPO, Dr.GRPO
+    group            r - mean(group)                     GRPO, Dr.GRPO; MaxRL with normalize = "mean"
     leave_one_out    r - mean(the others)                RLOO
+    per_reward       sum_k w_k (r_k - mean(group_k)) / std(group_k)     GDPO
+    pass_at_k        mean over sets S of k samples that have i of max(S) - max(S without i)
+    length_weighted  r - sum(length r) / sum(length)     OPO
     return           sum of discounted token rewards     REINFORCE++
+    greedy           the same - the reward of the greedy answer     ReMax
+    optimal_token    the same - sum(W_t R_t) / sum(W_t) over the group     OTB
     gae              sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t     PPO
     teacher          teacher log-prob - sampling log-prob: on-policy distillation, reverse KL token by token
 
-Then, by `normalize`: divided by the group's standard deviation ("group"), or whitened over all tokens of the step
-("batch"), or unchanged.
+Then, by `normalize`: divided by the group's standard deviation ("group") or mean ("mean"), or whitened over all tokens
+of the step ("batch"), or unchanged.
 """
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from titan_rl.config.sections import AlgorithmSection
+from titan_rl.wire.errors import RunError
 
 
 def group_relative(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-4) -> list[float]:
@@ -38,6 +46,84 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
     r = np.array(rewards, np.float64)
     return (r - (r.sum() - r) / (len(r) - 1)).tolist()
+
+
+def over_mean(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
+    """Return MaxRL's advantages: reward minus group mean, divided by the mean plus eps (SkyRL: 1e-6). Raise RunError if
+    a reward is negative: the mean estimates a probability of success."""
+    if (least := min(rewards, default=0.0)) < 0:
+        raise RunError(f'algorithm.normalize = "mean" expected rewards of at least 0, found {least:g}')
+    mean = math.fsum(rewards) / max(len(rewards), 1)
+    return [advantage / (mean + eps) for advantage in group_relative(rewards, normalize_std=False)]
+
+
+def per_reward(rewards: Sequence[Sequence[float]], weights: Sequence[float], eps: float = 1e-4) -> list[float]:
+    """Return GDPO's advantages: each reward normalized within the group by itself, then added by weight. `rewards` has
+    a row per sample and a column per weight; NaN: the reward does not apply to the sample, and adds 0."""
+    table = np.array(rewards, np.float64).reshape(-1, len(weights))
+    total = np.zeros(len(table))
+    for weight, column in zip(weights, table.T, strict=True):
+        applies = ~np.isnan(column)
+        total[applies] += weight * np.array(group_relative(column[applies].tolist(), normalize_std=True, eps=eps))
+    return total.tolist()
+
+
+def pass_at_k(rewards: Sequence[float], k: int, *, normalize_std: bool, eps: float = 1e-4) -> list[float]:
+    """Return how much each sample raises the best of k: the mean, over all sets of k samples that contain it, of the
+    set's best reward minus the best of its others. If k is the group's size, only the best sample has an advantage: its
+    lead over the second. Divided by the sample standard deviation plus eps, if asked."""
+    n, k = len(rewards), min(k, len(rewards))
+    if len({*rewards}) < 2:
+        return [0.0] * n
+    order = np.argsort(rewards, kind="stable")
+    ranked = np.array(rewards, np.float64)[order]
+    # Of the sets with sample i, C(j, k - 2) have sample j < i as the best of the others.
+    share = np.array([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)])
+    lead = np.maximum(ranked[:, None] - ranked, 0.0) @ share
+    advantages = np.empty(n)
+    advantages[order] = lead / (ranked.std(ddof=1) + eps) if normalize_std else lead
+    return advantages.tolist()
+
+
+def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return OPO's advantages: reward minus the group's mean reward per token, the optimal baseline if the squared norm
+    of a sample's gradient is proportional to its length."""
+    if len({*rewards}) < 2:
+        return [0.0] * len(rewards)
+    r = np.array(rewards, np.float64)
+    return (r - np.dot(lengths, r) / max(sum(lengths), 1)).tolist()
+
+
+def token_baselines(returns: Sequence[np.ndarray], norms: Sequence[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
+    """Return the optimal baseline of each trained token: the mean return of the group's t-th trained tokens, weighted
+    by W_t = sum of `norms` up to t, the squared norm of the gradient so far, plus eps. verl adds eps to the sum of the
+    weights alone, so that its baseline falls to 0 where all tokens were certain. The baseline is 0 where only one
+    sample is left."""
+    most = max(returns, key=len, default=np.zeros(0))
+    weighted, weight, count = np.zeros((3, len(most)))
+    for r, norm in zip(returns, norms, strict=True):
+        at, by = slice(len(r)), norm.cumsum() + eps
+        weighted[at] += by * (r - most[at])  # exactly 0 if all returns are equal
+        weight[at] += by
+        count[at] += 1
+    baseline = np.where(count > 1, most + weighted / np.maximum(weight, eps), 0.0)
+    return [baseline[: len(r)] for r in returns]
+
+
+def against_group(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    """Return the advantages of a group's rewards, which were earned by `lengths` sampled tokens."""
+    scaled = a.normalize == "group"
+    match a.advantage:
+        case "group":
+            return over_mean(rewards) if a.normalize == "mean" else group_relative(rewards, normalize_std=scaled)
+        case "leave_one_out":
+            return leave_one_out(rewards)
+        case "pass_at_k":
+            return pass_at_k(rewards, a.pass_k or len(rewards), normalize_std=scaled)
+        case "length_weighted":
+            return length_weighted(rewards, lengths)
+        case other:
+            raise ValueError(f'algorithm.advantage = "{other}" has no baseline of one reward')
 
 
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
@@ -89,3 +175,13 @@ def kl_penalty(logprobs: np.ndarray, reference: np.ndarray, estimator: str) -> n
 def soft_overlong_punishment(length: int, *, longest: int, buffer: int) -> float:
     """DAPO: 0 up to `longest - buffer` tokens, falling linearly to -1 at `longest`."""
     return -min(max(length - (longest - buffer), 0), buffer) / buffer if buffer else 0.0
+
+
+def shorter_is_better(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
+    """Return Kimi k1.5's length rewards of a group: from 0.5 for its shortest answer to -0.5 for its longest, and at
+    most 0 for a wrong one. All are 0 if all answers are equally long."""
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    rewards = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [reward if right else min(0.0, reward) for reward, right in zip(rewards, correct, strict=True)]

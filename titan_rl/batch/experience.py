@@ -5,18 +5,25 @@ baseline, its advantage and its one place in a denominator. Token by token (retu
 its sampled tokens in the order of its turns.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
+from types import MappingProxyType
+from typing import get_args
 
 import numpy as np
 
-from titan_rl.batch.advantages import discounted, gae, group_relative, kl_penalty, leave_one_out, whiten
+from titan_rl.batch.advantages import against_group, discounted, gae, kl_penalty, per_reward, token_baselines, whiten
+from titan_rl.config.choices import GroupBaseline
 from titan_rl.config.sections import AlgorithmSection
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.routes import fill_cached
 from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
+Weights = Mapping[str, float]  # by the name of a reward in Rollout.parts
+NO_WEIGHTS: Weights = MappingProxyType({})
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
@@ -62,18 +69,19 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
 
 
 def with_advantages(
-    groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection
+    groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection, weights: Weights = NO_WEIGHTS
 ) -> tuple[list[Group], list[Sample]]:
-    """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups."""
+    """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups.
+    `weights`: of the rewards that "per_reward" normalizes one by one."""
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
     remaining = iter(samples)
     valid = [[(r, [next(remaining) for _ in r.branches]) for r in group.rollouts if r.valid] for group in groups]
     returns: Arrays | None = None
-    if algorithm.advantage in ("group", "leave_one_out"):
-        estimate = _of_rollouts if algorithm.credit == "outcome" else _of_turns
-        flat = _flat(a for rollouts in valid for a in estimate(rollouts, algorithm))
-        advantages = _cut(np.where(on, flat, 0.0), lengths)
+    if algorithm.advantage in get_args(GroupBaseline):
+        by_turn = algorithm.credit == "turn"
+        estimates = (_of_turns(r, algorithm) if by_turn else _of_rollouts(r, algorithm, weights) for r in valid)
+        advantages = _cut(np.where(on, _flat(chain.from_iterable(estimates)), 0.0), lengths)
     elif algorithm.advantage == "teacher":
         gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
         advantages = _cut(np.where(on, gain, 0.0), lengths)
@@ -81,6 +89,13 @@ def with_advantages(
         pairs = [pair for rollouts in valid for r, own in rollouts if own for pair in _of_trajectory(r, own, algorithm)]
         advantages = [advantage for advantage, _ in pairs]
         returns = [r for _, r in pairs] if algorithm.advantage == "gae" else None
+        if algorithm.advantage == "greedy":
+            counts = [sum(len(own) for _, own in each) for each in valid]
+            greedy = np.repeat([group.baseline for group in groups if group.baseline is not None], counts)
+            advantages = _cut(np.where(on, _flat(advantages) - np.repeat(greedy, lengths), 0.0), lengths)
+        elif algorithm.advantage == "optimal_token":
+            left = iter(advantages)
+            advantages = _cut(_flat(a for each in valid for a in _minus_token_baselines(each, left)), lengths)
     if algorithm.normalize == "batch":
         advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
     judged = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
@@ -100,11 +115,15 @@ def dead(samples: Sequence[Sample]) -> bool:
     return not any((np.asarray(s.columns["advantage"])[np.asarray(s.mask) > 0] != 0).any() for s in samples)
 
 
-def teaches(group: Group, algorithm: AlgorithmSection) -> bool:
+def teaches(group: Group, algorithm: AlgorithmSection, weights: Weights = NO_WEIGHTS) -> bool:
     """Return True if the rewards of a group give some token an advantage over its siblings."""
     rollouts = [rollout for rollout in group.rollouts if rollout.valid]
+    if algorithm.advantage == "per_reward":
+        return any(_of_rewards(rollouts, algorithm, weights))
     if algorithm.credit == "outcome":
-        return len({rollout.signal for rollout in rollouts}) > 1
+        signals = [rollout.signal for rollout in rollouts]
+        differ = len({*signals}) > 1
+        return any(against_group(signals, (), algorithm)) if algorithm.advantage == "pass_at_k" else differ
     returns = (_discounted_turns(_turn_rewards(rollout), algorithm.gamma) for rollout in rollouts)
     return any(len({value for value in turn if value is not None}) > 1 for turn in zip_longest(*returns))
 
@@ -131,10 +150,17 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
 ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
 
 
-def _minus_baseline(rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
-    if algorithm.advantage == "leave_one_out":
-        return leave_one_out(rewards)
-    return group_relative(rewards, normalize_std=algorithm.normalize == "group")
+def _of_rewards(rollouts: Sequence[Rollout], algorithm: AlgorithmSection, weights: Weights) -> list[float]:
+    """Return the advantages of a group whose rewards are normalized one by one. The penalty for length is one of
+    them."""
+    for rollout in rollouts:
+        if not weights.keys() & rollout.parts.keys():
+            raise RunError(
+                'algorithm.advantage = "per_reward" expected the components of task.rewards, found a rollout without',
+                "Its environment or agent gave it a reward. Return none there, so that task.rewards judges it.",
+            )
+    table = [[r.parts.get(name, math.nan) for name in weights] + [-r.penalty] for r in rollouts]
+    return per_reward(table, [*weights.values(), algorithm.length_weight])
 
 
 def _charges(valid: ValidRollouts, charges: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -149,14 +175,17 @@ def _charges(valid: ValidRollouts, charges: Sequence[Sequence[float]]) -> list[l
     ]
 
 
-def _of_rollouts(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
+def _of_rollouts(valid: ValidRollouts, algorithm: AlgorithmSection, weights: Weights) -> Arrays:
     """Return the advantages of a group's samples with credit "outcome": each token has its rollout's. A KL in the
     reward is subtracted before the baseline."""
     rewards = [rollout.signal for rollout, _ in valid]
     if algorithm.kl_in == "reward":
         charges = _charges(valid, [[float(sum(_kl(s, algorithm).sum() for s in own))] for _, own in valid])
         rewards = [reward - charge for reward, (charge,) in zip(rewards, charges, strict=True)]
-    advantages = _minus_baseline(rewards, algorithm)
+    if algorithm.advantage == "per_reward":
+        advantages = _of_rewards([rollout for rollout, _ in valid], algorithm, weights)
+    else:
+        advantages = against_group(rewards, [rollout.sampled for rollout, _ in valid], algorithm)
     return [np.full(len(s.tokens), a) for a, (_, own) in zip(advantages, valid, strict=True) for s in own]
 
 
@@ -171,7 +200,7 @@ def _of_turns(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
         for (rollout, _), charge in zip(valid, charges, strict=True)
     ]
     by_turn = zip_longest(*returns)  # the k-th turns of all rollouts; None where a rollout ended before
-    advantages = [iter(_minus_baseline([g for g in turn if g is not None], algorithm)) for turn in by_turn]
+    advantages = [iter(against_group([g for g in turn if g is not None], (), algorithm)) for turn in by_turn]
     return [
         level
         for (rollout, _), g in zip(valid, returns, strict=True)
@@ -183,9 +212,8 @@ def _of_trajectory(
     rollout: Rollout, own: Sequence[Sample], algorithm: AlgorithmSection
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the advantages and the returns of a rollout's samples, estimated token by token over all of its turns."""
-    spans = _spans(rollout)
+    spans, order = _spans(rollout), _order(rollout, own)
     ends = np.cumsum([len(s.tokens) for s in own])
-    order = np.concatenate([np.arange(*span) for span in spans]) if len(own) > 1 else np.arange(ends[-1])
 
     def joined(arrays: Sequence[Sequence[float] | np.ndarray], dtype: type = np.float64) -> np.ndarray:
         return np.concatenate([np.asarray(a, dtype) for a in arrays])[order]
@@ -200,13 +228,34 @@ def _of_trajectory(
             last = np.maximum(np.searchsorted(trained, lengths) - 1, 0)
             np.add.at(rewards, trained[last], _turn_rewards(rollout))
     rewards = rewards - joined([_kl(s, algorithm) for s in own])
-    if algorithm.advantage == "return":
-        advantages = returns = discounted(rewards, mask, algorithm.gamma)
-    else:
+    if algorithm.advantage == "gae":
         values = joined([s.columns["value"] for s in own])
         advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
+    else:
+        advantages = returns = discounted(rewards, mask, algorithm.gamma)
     back = np.argsort(order)
     return list(zip(np.split(advantages[back], ends[:-1]), np.split(returns[back], ends[:-1]), strict=True))
+
+
+def _order(rollout: Rollout, own: Sequence[Sample]) -> np.ndarray:
+    """Return the places of a rollout's tokens, all branches end to end, in the order of its turns."""
+    spans = _spans(rollout) if len(own) > 1 else [(0, len(own[0].tokens))]
+    return np.concatenate([np.arange(*span) for span in spans])
+
+
+def _minus_token_baselines(valid: ValidRollouts, returns: Iterator[np.ndarray]) -> Arrays:
+    """Return, by rollout, the returns of a group's samples minus the optimal baseline of its t-th trained tokens."""
+    found, trained, norms = Arrays(), Arrays(), Arrays()
+    for rollout, own in valid:
+        if own:
+            order = _order(rollout, own)
+            found.append(_flat(next(returns) for _ in own))
+            trained.append(order[_flat(s.mask for s in own)[order] > 0])
+            norms.append(_flat(s.columns["score_norm"] for s in own)[trained[-1]])
+    baselines = token_baselines([r[at] for r, at in zip(found, trained, strict=True)], norms)
+    for r, at, baseline in zip(found, trained, baselines, strict=True):
+        r[at] -= baseline
+    return found
 
 
 def _spans(rollout: Rollout) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from typing import Literal
 from titan_rl.config.choices import (
     MOST_RANKS,
     MOST_SECONDS,
+    Advantage,
     Aggregation,
     AlgorithmName,
     Clip,
@@ -164,17 +165,21 @@ class AlgorithmSection:
 
     name: AlgorithmName = "grpo"
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
-    advantage: Literal["group", "leave_one_out", "return", "gae", "teacher"] = "group"
-    """Baseline of a reward: the mean of its group ("group"), of the other samples ("leave_one_out"), none ("return"), a
-    critic ("gae"). "teacher" uses the teacher's log-probs instead of rewards."""
-    normalize: Literal["none", "group", "batch"] = "group"
-    """Scale of the advantages: unchanged, divided by the group's standard deviation, or whitened over the step's
-    tokens."""
+    advantage: Advantage = "group"
+    """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
+    others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer's reward ("greedy"), one per
+    token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards."""
+    normalize: Literal["none", "group", "mean", "batch"] = "group"
+    """Scale of the advantages: unchanged, divided by the group's standard deviation or its mean, or whitened over the
+    step's tokens."""
+    pass_k: int = bounds(0, ge=0, le=2**12)
+    """k of advantage = "pass_at_k". 0: the whole group."""
     credit: Literal["outcome", "turn"] = "outcome"
     """What a token of a rollout with several turns is credited with: the rollout's reward ("outcome"), or what its turn
     and the later ones earned ("turn"), compared with the turns of the same number in its group."""
     gamma: float = bounds(1.0, ge=0, le=1)
-    """Discount per token (advantage "return" and "gae"), or per turn (the others with credit = "turn")."""
+    """Discount per token (advantage "return", "greedy", "optimal_token", "gae"), or per turn (the others with credit =
+    "turn")."""
     gae_lambda: float = bounds(0.95, ge=0, le=1)
     """Lambda of GAE."""
     ratio: Level = "token"
@@ -273,6 +278,14 @@ class AlgorithmSection:
     overlong_buffer: int = bounds(0, ge=0, le=2**20)
     """Soft overlong punishment: number of tokens before rollout.max_new_tokens over which the penalty grows from 0 to
     1. 0: off."""
+    length_reward: Literal["none", "kimi", "target"] = "none"
+    """Reward for the number of sampled tokens, added to the task's: "kimi" prefers the shorter answers of a group,
+    "target" those near length_target."""
+    length_weight: float = bounds(0.5, gt=0, le=1e6)
+    """Weight of the length reward, which is in [-0.5, 0.5] ("kimi"), or -1 at twice the target ("target"). With
+    advantage = "per_reward" also the weight of overlong_buffer."""
+    length_target: int = bounds(0, ge=0, le=2**20)
+    """Tokens of an answer without a penalty by length_reward = "target"."""
     max_dead_steps: int = bounds(20, ge=0, le=10**9)
     """Stop after this many consecutive steps without any learning signal. 0: never stop."""
     beta: float = bounds(0.1, gt=0, le=1e6)

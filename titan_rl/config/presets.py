@@ -39,6 +39,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     # MiniMax 2025: a clipped weight in front of the log-prob, without a lower bound, at most 5. With a lag it is the
     # truncated importance weight that corrects stale tokens.
     "cispo": {"clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # Liu et al. 2026: each reward is normalized within its group by itself, their weighted sum over the step.
+    "gdpo": {"advantage": "per_reward", "normalize": "batch"},
+    # Tang et al. 2025: what a sample adds to the best of its group, or of pass_k samples (Walder and Karkhanis 2025).
+    "pass_at_k": {"advantage": "pass_at_k"},
+    # Tajwar et al. 2026: divide by the group's mean, so that a group counts as the gradient of its log pass rate.
+    "maxrl": {"normalize": "mean"},
+    # Hao et al. 2025: the group's mean is weighted by length; exact on-policy training.
+    "opo": {"advantage": "length_weighted", "normalize": "none"},
+    # Li et al. 2023: baseline is the reward of the greedy answer to the prompt; KL in the reward.
+    "remax": {"advantage": "greedy", "normalize": "none", "kl_in": "reward", "kl": "k1"},
+    # verl's optimal token baseline: each token's return against the group's, weighted by the gradient's norm so far.
+    "otb": {"advantage": "optimal_token", "normalize": "none"},
     # On-policy distillation: a token's advantage is teacher log-prob - sampling log-prob.
     "opd": {"advantage": "teacher", "normalize": "none", "clip": "none"},
     # Gao et al. 2025 (SAPO): a soft gate in place of the clip.

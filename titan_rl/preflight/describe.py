@@ -331,6 +331,7 @@ def algorithm(config: Config) -> str:
         return f"{config.training.steps} steps of {config.training.global_batch_size} {what}"
     updates = f", {a.updates} updates per step" if a.updates > 1 else ""
     kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
+    kl += f", length reward {a.length_reward} x {a.length_weight:g}" if a.length_reward != "none" else ""
     corrected = f", correction {a.correction} up to {a.correction_high:g}" if a.correction != "none" else ""
     if config.generator.quantization != "none":
         corrected = f"{corrected or ', no correction'} for weights sampled in {config.generator.quantization}"

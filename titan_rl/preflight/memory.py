@@ -488,7 +488,8 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
 def in_flight(config: Config) -> int:
     """Return how many rollouts are sampled at the same time. Environment processes drive a limited number."""
     r, e = config.rollout, config.environment
-    samples = r.groups_per_step * r.group_size * (1 + r.steps_ahead)
+    greedy = config.algorithm.advantage == "greedy"
+    samples = r.groups_per_step * (r.group_size + greedy) * (1 + r.steps_ahead)
     return min(samples, e.processes * e.concurrency) if config.rollout_code else samples
 
 

@@ -147,6 +147,8 @@ def _dependent(config: Config) -> dict[str, Any]:
     new: dict[str, Any] = {
         "algorithm.minibatches": math.gcd(a.minibatches, rollout.groups_per_step),
         "algorithm.overlong_buffer": min(a.overlong_buffer, rollout.max_new_tokens // 2),
+        "algorithm.length_target": min(a.length_target, rollout.max_new_tokens),
+        "algorithm.pass_k": min(a.pass_k, rollout.group_size),
         "training.stream_groups": min(config.training.stream_groups, rollout.groups_per_step // 2),
         "environment.max_tokens": min(config.environment.max_tokens, length // 2),
         "fault.min_trainers": min(config.fault.min_trainers, config.parallelism.dp),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from titan_rl.batch.advantages import soft_overlong_punishment
+from titan_rl.batch.advantages import shorter_is_better, soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.player import DRIVER_ATTEMPTS, Play, Player
@@ -75,7 +75,7 @@ class SamplingFailed(GroupFailed):
 
 
 class RolloutsFailed(GroupFailed):
-    """Fewer than two rollouts of a group ended by themselves."""
+    """Fewer than two rollouts of a group ended by themselves, or its greedy one did not."""
 
     what = "the rollouts failed on prompt"
     remedy = "The ledger has the status of each rollout (event sampled)."
@@ -93,6 +93,8 @@ class StreamSettings:
     """Settings that are fixed for the life of a stream."""
 
     algorithm: AlgorithmSection
+    weights: Mapping[str, float] = field(default_factory=dict)  # by the name of a reward in Rollout.parts
+    correct_at: float = 1.0  # lowest reward of a correct answer
     rollout: RolloutSection
     sampling: Sampling
     seed: int
@@ -106,6 +108,11 @@ class StreamSettings:
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
+
+    @property
+    def played(self) -> int:
+        """Number of rollouts that a group samples: its own, and a greedy one that is their baseline."""
+        return self.rollout.group_size + (self.algorithm.advantage == "greedy")
 
 
 class GroupSampler:
@@ -132,52 +139,54 @@ class GroupSampler:
 
     async def sample(self, prompt: Prompt) -> Group:
         try:
-            rollouts = await (self._answers(prompt) if self._player.single else self._plays(prompt))
+            played = await (self._answers(prompt) if self._player.single else self._plays(prompt))
         except RequestRefused as error:
             return self._refused(prompt, error)
+        size = self._settings.rollout.group_size
+        rollouts, greedy = played[:size], played[size:]
         completions = [rollout.completion for rollout in rollouts]
         self._ledger.sampled(prompt.id, completions, () if self._player.single else rollouts)
         turns = sum(len(branch.turns) for rollout in rollouts for branch in rollout.branches)
         length = sum(len(completion.tokens) for completion in completions) / max(turns, 1)
         self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
-        unjudged = {
-            i: rollout
-            for i, rollout in enumerate(rollouts)
-            if rollout.branches and rollout.status not in FAILED and not rollout.valid
-        }
-        usable = [rollout for rollout in rollouts if rollout.branches and rollout.status not in FAILED]
-        if len(usable) < min(2, len(rollouts)):
-            return self._too_few(prompt, rollouts, len(usable))
+        unjudged = {i: rollout for i, rollout in enumerate(played) if _usable(rollout) and not rollout.valid}
+        usable = [rollout for rollout in rollouts if _usable(rollout)]
+        if len(usable) < min(2, len(rollouts)) or not all(map(_usable, greedy)):
+            return self._too_few(prompt, played)
+        usable += greedy
         rewarded = len(usable) - len(unjudged)  # by their environment
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, unjudged, rewarded) if unjudged else ()
-            grades = await self._grades(
-                prompt, {i: r for i, r in enumerate(rollouts) if r.valid and r.branches and r.status not in FAILED}
-            )
+            grades = await self._grades(prompt, {i: r for i, r in enumerate(rollouts) if r.valid and _usable(r)})
         if isinstance(rewards, GroupFailed):
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
         verdicts = dict(zip(unjudged, rewards, strict=True))
-        rollouts = [_rewarded(r, verdicts.get(i), grades.get(i), self._penalty(r)) for i, r in enumerate(rollouts)]
-        group = Group(prompt, rollouts)
+        judged = [_rewarded(r, verdicts.get(i), grades.get(i), self._penalty(r)) for i, r in enumerate(played)]
+        judged = self._length_rewarded(judged)
+        rollouts, greedy = judged[:size], judged[size:]
+        group = Group(prompt, rollouts, baseline=greedy[0].signal if greedy else None)
         self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
         return group
 
     def _play(self, prompt: Prompt, sample: int) -> Play:
-        name = f"prompt-{prompt.id}{self._id_suffix}"
+        """Return the play of a sample, or of the greedy one after the group's."""
+        name, sampling = f"prompt-{prompt.id}{self._id_suffix}", self._settings.sampling
+        greedy = sample == self._settings.rollout.group_size
         return Play(
             id=f"{name}.{sample}",
             prompt=prompt,
-            sampling=self._settings.sampling,
+            sampling=replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) if greedy else sampling,
             seed=self._settings.seed,
             sample=sample,
+            greedy=greedy,
             group=name,
             expected=round(self._mean_length) if self._settings.rollout.steps_ahead else 0,
         )
 
     async def _plays(self, prompt: Prompt) -> list[Rollout]:
-        """Play the group's rollouts, each on its own."""
-        plays = [self._play(prompt, sample) for sample in range(self._settings.rollout.group_size)]
+        """Play the group's rollouts, each on its own, and the greedy one if it is the baseline."""
+        plays = [self._play(prompt, sample) for sample in range(self._settings.played)]
         with span("sample", lane="groups", id=prompt.id):
             playing = [asyncio.create_task(self._player.play(play)) for play in plays]
             try:
@@ -187,16 +196,18 @@ class GroupSampler:
                     task.cancel()
 
     async def _answers(self, prompt: Prompt) -> list[Rollout]:
-        """Sample the single turns of all the group's rollouts by one request."""
+        """Sample the single turns of all the group's rollouts by one request, and of the greedy one by another."""
         settings, seconds = self._settings, self._settings.rollout.timeout_seconds
         seeds = [sample_seed(settings.seed, prompt.id, sample) for sample in range(settings.rollout.group_size)]
         first = self._play(prompt, 0)
-        request = Request(first.group, prompt.tokens, seeds, first.sampling, expected=first.expected)
+        requests = [Request(first.group, prompt.tokens, seeds, first.sampling, expected=first.expected)]
+        others = [self._play(prompt, sample) for sample in range(len(seeds), settings.played)]
+        requests += [Request(play.id, prompt.tokens, [0], play.sampling, expected=play.expected) for play in others]
         self._running += 1
         try:
             with span("sample", lane="groups", id=prompt.id):
                 async with deadline(seconds):
-                    completions = await self._generators.generate(request)
+                    completions = await self._completions(requests)
         except TimeoutError:
             raise DeadlinePassed(
                 f"generators.generate did not answer prompt {prompt.id} within {seconds} s",
@@ -205,7 +216,13 @@ class GroupSampler:
             ) from None
         finally:
             self._running -= 1
-        return [self._player.answered(prompt, completion) for _, completion in zip(seeds, completions, strict=True)]
+        numbered = zip(range(settings.played), completions, strict=True)
+        return [self._player.answered(prompt, completion) for _, completion in numbered]
+
+    async def _completions(self, requests: Sequence[Request]) -> list[Completion]:
+        if len(requests) == 1:
+            return await self._generators.generate(requests[0])
+        return [each for part in await asyncio.gather(*map(self._generators.generate, requests)) for each in part]
 
     def _refused(self, prompt: Prompt, error: RequestRefused) -> Group:
         failure = SamplingFailed(prompt.id, str(error), error.details)
@@ -215,15 +232,14 @@ class GroupSampler:
         rollouts = [Rollout([Branch([Turn(prompt.tokens, nothing)])], "", math.nan)] * self._settings.rollout.group_size
         return Unjudged(prompt, rollouts, self._count(failure))
 
-    def _too_few(self, prompt: Prompt, rollouts: Sequence[Rollout], usable: int) -> Group:
+    def _too_few(self, prompt: Prompt, played: Sequence[Rollout]) -> Group:
         """Return a group that cannot be judged, because too few of its rollouts ended by themselves."""
-        first = next(r for r in rollouts if not r.branches or r.status in FAILED)
-        reason = (
-            f"{len(rollouts) - usable} of {len(rollouts)} rollouts failed; the first: {first.status}: {first.error}"
-        )
+        failed = [r for r in played if not _usable(r)]
+        reason = f"{len(failed)} of {len(played)} rollouts failed; the first: {failed[0].status}: {failed[0].error}"
         failure = RolloutsFailed(prompt.id, reason, "")
         self._ledger.failed(prompt.id, 1, reason)
-        return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
+        rollouts = [replace(r, reward=math.nan) for r in played[: self._settings.rollout.group_size]]
+        return Unjudged(prompt, rollouts, self._count(failure))
 
     async def _judged(
         self, prompt: Prompt, unjudged: Mapping[int, Rollout], rewarded: int
@@ -269,13 +285,15 @@ class GroupSampler:
     def _enough(
         self, prompt: Prompt, verdicts: Mapping[int, Judgement], rewarded: int, attempt: int
     ) -> Sequence[Judgement] | GroupFailed:
-        """Warn of the samples that failed. Return the failure of the group if fewer than two have a reward."""
+        """Warn of the samples that failed. Return the failure of the group if fewer than two have a reward, or the
+        greedy one has none."""
         for sample, verdict in verdicts.items():
             if verdict.error:
                 self._warn_of(prompt, sample, verdict.error)
         missing = [verdict.error for verdict in verdicts.values() if math.isnan(verdict.reward)]
-        judged = rewarded + len(verdicts)
-        if judged - len(missing) >= min(2, judged):
+        judged, greedy = rewarded + len(verdicts), range(self._settings.rollout.group_size, self._settings.played)
+        lost = any(math.isnan(verdicts[i].reward) for i in greedy if i in verdicts)
+        if judged - len(missing) >= min(2, judged) and not lost:
             return list(verdicts.values())
         reason = f"{len(missing)} of {judged} answers have no reward; the first: {missing[0]}"
         self._ledger.failed(prompt.id, attempt, reason[: 2 * MAX_ERROR_CHARACTERS])
@@ -306,6 +324,23 @@ class GroupSampler:
         turns = rollout.turns if algorithm.overlong_buffer else ()
         length = max((len(turn.completion.tokens) for turn in turns), default=0)
         return -soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
+
+    def _length_rewarded(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return the rollouts with their rewards for length, which lower the penalties."""
+        a, correct_at = self._settings.algorithm, self._settings.correct_at
+        if a.length_reward == "none":
+            return rollouts
+        valid = [rollout for rollout in rollouts if rollout.valid]
+        if a.length_reward == "kimi":
+            rewards = shorter_is_better([r.sampled for r in valid], [r.reward >= correct_at for r in valid])
+        else:
+            rewards = [-abs(r.sampled - a.length_target) / a.length_target for r in valid]
+        weighted = (a.length_weight * reward for reward in rewards)
+        return [replace(r, penalty=r.penalty - next(weighted)) if r.valid else r for r in rollouts]
+
+
+def _usable(rollout: Rollout) -> bool:
+    return bool(rollout.branches) and rollout.status not in FAILED
 
 
 def _judgements(rewards: Sequence[Judgement | float]) -> list[Judgement]:

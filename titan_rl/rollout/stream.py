@@ -235,7 +235,7 @@ class RolloutStream:
             return f"failed: {group.failure.reason}"
         if group.prompt.id in self._settings.bad_prompts:
             return ROLLED_BACK
-        return FLAT if refills > 0 and not teaches(group, self._algorithm) else ""
+        return FLAT if refills > 0 and not teaches(group, self._algorithm, self._settings.weights) else ""
 
     async def aclose(self) -> None:
         self._left = self._allowed = 0  # a weight sync in progress admits nothing more

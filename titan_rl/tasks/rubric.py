@@ -51,6 +51,11 @@ class Rubric:
         counts = Counter([*short, GRADER])
         return [own if counts[own] == 1 else name for own, (name, _) in zip(short, self.parts, strict=True)]
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the components' weights by their labels."""
+        return {label: weight for label, (_, weight) in zip(self.labels, self.parts, strict=True)}
+
 
 class JudgeRequest(NamedTuple):
     """Answers of one group to judge in another process. Without a prompt: only import the rubric."""

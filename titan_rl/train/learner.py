@@ -125,6 +125,8 @@ class Learner:
             scores["teacher"] = self.scores(samples, *self._home("teacher"))
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             scores["proximal"] = self.scores(samples)
+        if algorithm.kind == "rl" and algorithm.advantage == "optimal_token":
+            scores["score_norm"] = self._score_norms(samples)
         if self._meshes.critic is not None:
             scores["value"] = self.scores(samples, self._meshes.critic)
         if not scores:
@@ -279,15 +281,23 @@ class Learner:
         return batches if replay and mesh is self._meshes.trainers else [batch.without_routes() for batch in batches]
 
     async def scores(
-        self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""
+        self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = "", *, sharpness: int = 1
     ) -> list[np.ndarray]:
-        """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default."""
+        """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default; `sharpness`
+        divides the temperature."""
         mesh = mesh or self._meshes.trainers
         batches = self.batches(samples, mesh, replay=not lent)
         temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
-        answers, checksums = await mesh.scores(batches, temperature, lent)
+        answers, checksums = await mesh.scores(batches, temperature / sharpness, lent)
         self._check_unchanged(lent or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples)
+
+    async def _score_norms(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Return each token's 1 - 2 p + sum p^2 over the vocabulary. The sum comes from two forwards: the log-prob is
+        z - lse(z), at half the temperature 2 z - lse(2 z), and log sum p^2 = lse(2 z) - 2 lse(z)."""
+        logprobs, sharper = [await self.scores(samples, sharpness=by) for by in (1, 2)]
+        wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(logprobs, sharper, strict=True)]
+        return [np.maximum(1 - 2 * np.exp(a) + np.exp(2 * a - b), 0.0) for a, b in wide]
 
     def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""

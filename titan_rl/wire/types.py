@@ -29,6 +29,7 @@ Column = Literal[
     "proximal",  # log-prob under the policy before the step's first update
     "reference",  # log-prob under the frozen reference
     "teacher",  # log-prob under the teacher
+    "score_norm",  # squared norm of the log-prob's gradient to the logits, before the step's first update
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",
@@ -289,6 +290,7 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
+    baseline: float | None = field(default=None, kw_only=True)  # the signal of a greedy rollout that is not among them
 
     @property
     def version(self) -> int:

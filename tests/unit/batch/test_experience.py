@@ -167,10 +167,10 @@ def test_a_rollout_without_tokens_tells_0() -> None:
 def test_a_token_without_a_finite_logprob_spoils_no_other(name: str, bad: float) -> None:
     """Packing drops it; a KL in the reward, a teacher or the whitening must not have spread it before."""
     spoilt = Rollout([Branch([Turn([1, 2], Completion([5, 5], [bad, -0.5], [0, 0], "stop"))])], "", 1.0)
-    groups = [group(spoilt, rollout(0.0), rollout(0.5))]
+    groups = [group(*(replace(r, parts={"right": r.reward}) for r in (spoilt, rollout(0.0), rollout(0.5))))]
     a = algorithm(name, kl_coef=0.1)
-    samples = with_column(samples_of(groups, a), reference=-1.0, teacher=-1.0, value=0.5)
-    groups, samples = with_advantages(groups, samples, a)
+    samples = with_column(samples_of(groups, a), reference=-1.0, teacher=-1.0, value=0.5, score_norm=0.5)
+    groups, samples = with_advantages(groups, samples, a, {"right": 1.0})
     assert all(np.isfinite(s.columns["advantage"]).all() for s in samples)
     assert np.isfinite(rollout_advantages(groups)).all()
 
@@ -253,9 +253,11 @@ def test_every_estimator_of_the_config_has_a_case() -> None:
     for advantage in get_args(get_type_hints(AlgorithmSection)["advantage"]):
         for normalize in ("none", "batch"):
             a = algorithm(advantage=advantage, normalize=normalize)
-            groups = [group(with_tool(1.0), rollout(0.0), rollout(0.5))]
-            samples = with_column(samples_of(groups, a), teacher=-0.125, value=0.25)
-            groups, samples = with_advantages(groups, samples, a)
+            groups = [
+                group(*(replace(r, parts={"right": r.reward}) for r in (with_tool(1.0), rollout(0.0), rollout(0.5))))
+            ]
+            samples = with_column(samples_of(groups, a), teacher=-0.125, value=0.25, score_norm=0.5)
+            groups, samples = with_advantages(groups, samples, a, {"right": 1.0})
             assert not dead(samples)
             assert ("return" in samples[0].columns) == (advantage == "gae")
             assert all(not np.asarray(s.columns["advantage"])[np.asarray(s.mask) == 0].any() for s in samples)

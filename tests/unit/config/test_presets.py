@@ -17,7 +17,11 @@ from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.shapes import shape_of
 
 names = pytest.mark.parametrize("name", PRESETS)
-NEEDED = {"ppo": "[critic]\nlr = 1e-3", "opd": '[teacher]\nhf_assets_path = "teacher"'}
+NEEDED = {
+    "ppo": "[critic]\nlr = 1e-3",
+    "gdpo": "[task]\nrewards = {exact = 1, last_number = 1}",
+    "opd": '[teacher]\nhf_assets_path = "teacher"',
+}
 
 
 def loaded(folder: Path, text: str, *overrides: tuple[str, str]) -> Config:
@@ -153,6 +157,7 @@ def test_a_preset_runs_once_it_has_the_role_that_it_needs(
     bare = problems(loaded(tmp_path, f'[algorithm]\nname = "{name}"'))
     assert [problem.split(":")[0] for problem in bare] == {
         "ppo": ["critic.lr"],
+        "gdpo": ["task.rewards"],
         "opd": ["teacher.hf_assets_path"],
     }.get(name, [])
 

@@ -5,6 +5,8 @@ import pytest
 from support.checked_configs import config
 from titan_rl.preflight.checks import problems, warnings
 
+TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
+
 
 @pytest.mark.parametrize(
     ("toml", "message"),
@@ -16,9 +18,12 @@ from titan_rl.preflight.checks import problems, warnings
         (
             'advantage = "leave_one_out"',
             'algorithm.normalize: expected "none" or "batch", because algorithm.advantage = "leave_one_out" is not '
-            'relative to the group, found "group"',
+            'divided by the group\'s deviation, found "group"',
         ),
-        ('advantage = "return"', 'because algorithm.advantage = "return" is not relative to the group, found "group"'),
+        (
+            'advantage = "return"',
+            'because algorithm.advantage = "return" is not divided by the group\'s deviation, found "group"',
+        ),
         (
             'name = "reinforce_pp"\ndynamic_sampling = true\n[rollout]\ngroup_size = 1',
             "algorithm.dynamic_sampling: expected false, because all rewards of a group are equal with "
@@ -28,6 +33,75 @@ from titan_rl.preflight.checks import problems, warnings
             'advantage = "return"\nnormalize = "batch"\ndynamic_sampling = true',
             'algorithm.dynamic_sampling: expected false, because algorithm.advantage = "return" does not compare the '
             "samples of a group, and equal rewards teach too, found true",
+        ),
+        (
+            'name = "otb"\n[rollout]\ngroup_size = 1',
+            'because algorithm.advantage = "optimal_token" compares the samples',
+        ),
+        (
+            'advantage = "leave_one_out"\nnormalize = "mean"',
+            'algorithm.normalize: expected "none" or "batch", because algorithm.advantage = "leave_one_out" is not '
+            'divided by a mean, found "mean"',
+        ),
+        (
+            'name = "maxrl"\nkl_coef = 0.5\nkl_in = "reward"',
+            'algorithm.kl_in: expected "loss", because algorithm.normalize = "mean" needs rewards of at least 0',
+        ),
+        ('name = "maxrl"\noverlong_buffer = 4', "algorithm.overlong_buffer: expected 0, because algorithm.normalize ="),
+        (
+            'name = "maxrl"\nlength_reward = "kimi"',
+            'algorithm.length_reward: expected "none", because algorithm.normalize = "mean" needs rewards of at least',
+        ),
+        (
+            'name = "gdpo"\n[task]\nrewards = {exact = 1}',
+            'task.rewards: expected at least two rewards, because algorithm.advantage = "per_reward" normalizes each',
+        ),
+        (
+            f'name = "gdpo"\nnormalize = "none"\n{TWO}',
+            'algorithm.normalize: expected "group" or "batch", because algorithm.advantage = "per_reward" divides by',
+        ),
+        (
+            f'name = "gdpo"\ncredit = "turn"\n{TWO}',
+            'algorithm.credit: expected "outcome", because algorithm.advantage =',
+        ),
+        (
+            f'name = "gdpo"\nkl_coef = 0.5\nkl_in = "reward"\n{TWO}',
+            'algorithm.kl_in: expected "loss", because algorithm.advantage = "per_reward" normalizes each reward by',
+        ),
+        (
+            f'name = "gdpo"\n{TWO}\n[training]\nstream_groups = 2',
+            'training.stream_groups: expected 0, because algorithm.normalize is "batch", found 2',
+        ),
+        (
+            'name = "opo"\ncredit = "turn"',
+            'because algorithm.advantage = "length_weighted" weighs rollouts, found "turn"',
+        ),
+        (
+            'name = "pass_at_k"\npass_k = 17',
+            "algorithm.pass_k: expected 0, or 2 to rollout.group_size = 16, found 17",
+        ),
+        ('name = "pass_at_k"\npass_k = 1', "algorithm.pass_k: expected 0, or 2 to rollout.group_size = 16, found 1"),
+        (
+            'name = "remax"\ndynamic_sampling = true',
+            'algorithm.dynamic_sampling: expected false, because algorithm.advantage = "greedy" does not compare the '
+            "samples of a group",
+        ),
+        (
+            'name = "remax"\nlength_reward = "kimi"',
+            'algorithm.length_reward: expected "none" or "target", because algorithm.advantage = "greedy" is outside '
+            'the group, found "kimi"',
+        ),
+        (
+            'name = "reinforce_pp"\nlength_reward = "kimi"\n[rollout]\ngroup_size = 1',
+            'rollout.group_size: expected at least 2, because algorithm.length_reward = "kimi" compares the lengths of',
+        ),
+        (
+            'length_reward = "target"',
+            'algorithm.length_target: expected at least 1, because algorithm.length_reward = "target", found 0',
+        ),
+        (
+            'length_reward = "target"\nlength_target = 65',
+            "algorithm.length_target: expected at most rollout.max_new_tokens = 64, found 65",
         ),
         (
             "dual_clip = 1.25\nclip_high = 0.28",

@@ -151,6 +151,7 @@ def test_a_role_is_cut_by_its_own_dimensions(tmp_path: Path, role: str) -> None:
     [
         ('kl_coef = 0.1\nkl_in = "reward"', 'algorithm.kl_in: expected "loss", because'),
         ("overlong_buffer = 8", "algorithm.overlong_buffer: expected 0, because"),
+        ('length_reward = "kimi"', 'algorithm.length_reward: expected "none", because'),
     ],
 )
 def test_a_teacher_leaves_no_reward_to_change(tmp_path: Path, keys: str, message: str) -> None:

@@ -20,6 +20,7 @@ from titan_rl.config.sections import (
     Config,
     CriticSection,
     FaultSection,
+    RolloutSection,
     TrainingSection,
 )
 from titan_rl.record.checkpoints import Checkpoints
@@ -28,7 +29,7 @@ from titan_rl.train.learner import Learner
 from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.spans import Clock
-from titan_rl.wire.types import Batch, Sample
+from titan_rl.wire.types import Batch, Rows, Sample
 
 
 def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = None) -> tuple[Learner, list[str]]:
@@ -94,6 +95,48 @@ class Mesh:
         folder.mkdir(parents=True, exist_ok=True)
         self._check()
         (folder / ".metadata").write_text("whole")
+
+
+class Scoring(Mesh):
+    """Ranks whose logits for a place depend on the token that it reads."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.logits = np.random.default_rng(3).normal(size=(9, 9)) * 2
+        self.temperatures: list[float] = []
+
+    def probabilities(self, tokens: np.ndarray, temperature: float) -> np.ndarray:
+        weights = np.exp(self.logits[tokens] / temperature)
+        return weights / weights.sum(-1, keepdims=True)
+
+    async def scores(
+        self, batches: list[Batch], temperature: float, lent: str
+    ) -> tuple[list[list[np.ndarray]], list[int]]:
+        self.temperatures.append(temperature)
+
+        def scored(rows: Rows) -> np.ndarray:
+            of_target = self.probabilities(rows.tokens.flatten()[rows.places], temperature)
+            return np.log(np.take_along_axis(of_target, rows.targets[..., None], -1)[..., 0]).astype(np.float32)
+
+        return [[scored(rows) for rows in batch.microbatches] for batch in batches], [0]
+
+
+async def test_the_norm_of_a_tokens_score_comes_from_two_temperatures(tmp_path: Path) -> None:
+    """Its gradient to the logits is onehot - p, at the sampling temperature."""
+    mesh = Scoring(tmp_path)
+    config = Config(
+        algorithm=AlgorithmSection(name="otb", advantage="optimal_token", normalize="none"),
+        rollout=RolloutSection(temperature=0.7),
+        training=TrainingSection(seq_len=64),
+    )
+    learner, _ = learner_of(tmp_path, config, mesh)
+    tokens = [[1, 4, 7, 2], [3, 3, 8], [5, 6]]
+    behaviour = [Sample(t, [0] + [1] * (len(t) - 1), {"behaviour": [0.0] * len(t)}) for t in tokens]
+    for sample in await learner.judge(behaviour):
+        read, target = np.array(sample.tokens[:-1]), np.array(sample.tokens[1:])
+        gradient = np.eye(9)[target] - mesh.probabilities(read, 0.7)
+        assert sample.columns["score_norm"][1:] == pytest.approx((gradient**2).sum(1), rel=1e-5)
+    assert mesh.temperatures == [0.7, 0.35]
 
 
 def sample(trained: int) -> Sample:

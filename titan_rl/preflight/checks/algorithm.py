@@ -1,9 +1,12 @@
 """Checks of training: [algorithm], [curriculum], [cold_start], [rollout] and [training] against each other."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import get_args
 
+from titan_rl.config.choices import GroupBaseline
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.config.toml import as_toml
@@ -18,6 +21,7 @@ MOST_SAMPLES = 2**20
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses higher ones
 SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
 LORA_RATE = 3e-5  # rates for whole models of real sizes are below it
+COMPARES = (*get_args(GroupBaseline), "optimal_token")  # advantages of a sample against its group
 BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens, unless a sequence is longer
 
 
@@ -31,14 +35,15 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if a.kind != "rl":
         return
     because = f'because algorithm.advantage = "{a.advantage}"'
-    if a.advantage in ("group", "leave_one_out") and rollout.group_size < 2:
+    if a.advantage in COMPARES and rollout.group_size < 2:
         yield wrong("rollout.group_size", f"at least 2, {because} compares the samples of a group")
-    if a.normalize == "group" and a.advantage != "group":
-        yield wrong("algorithm.normalize", f'"none" or "batch", {because} is not relative to the group')
+    if a.normalize == "group" and a.advantage not in ("group", "per_reward", "pass_at_k"):
+        yield wrong("algorithm.normalize", f'"none" or "batch", {because} is not divided by the group\'s deviation')
+    yield from _check_estimators(config)
     if a.dynamic_sampling and rollout.group_size < 2:
         equal = f"all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
         yield wrong("algorithm.dynamic_sampling", f"false, because {equal}")
-    elif a.dynamic_sampling and a.advantage not in ("group", "leave_one_out"):
+    elif a.dynamic_sampling and a.advantage not in COMPARES:
         alone = f"{because} does not compare the samples of a group, and equal rewards teach too"
         yield wrong("algorithm.dynamic_sampling", f"false, {alone}")
     if 0 < a.dual_clip <= 1 + a.clip_high:
@@ -83,6 +88,38 @@ def check_gates(config: Config) -> Iterator[str]:
         yield wrong("algorithm.entropy_coef_min", f"at most algorithm.entropy_coef_max = {high:g}")
     elif a.entropy_target and not low <= a.entropy_coef <= high:
         yield wrong("algorithm.entropy_coef", f"a value in [{low:g}, {high:g}] with algorithm.entropy_target")
+
+
+def _check_estimators(config: Config) -> Iterator[str]:
+    """Check what advantages and length rewards need of other keys."""
+    a, rollout, size = config.algorithm, config.rollout, config.rollout.group_size
+    charged, shaped = a.kl_coef > 0 and a.kl_in == "reward", a.length_reward != "none"
+    mean, each, best = a.normalize == "mean", a.advantage == "per_reward", a.advantage == "pass_at_k"
+    kimi, target = a.length_reward == "kimi", a.length_reward == "target"
+    longest = math.inf if config.rollout_code else rollout.max_new_tokens
+    because = f'because algorithm.advantage = "{a.advantage}"'
+    positive = 'because algorithm.normalize = "mean" needs rewards of at least 0'
+    length = f'because algorithm.length_reward = "{a.length_reward}"'
+    refused = [
+        (mean and a.advantage != "group", "normalize", f'"none" or "batch", {because} is not divided by a mean'),
+        (mean and charged, "kl_in", f'"loss", {positive}'),
+        (mean and a.overlong_buffer, "overlong_buffer", f"0, {positive}"),
+        (mean and shaped, "length_reward", f'"none", {positive}'),
+        (each and a.normalize == "none", "normalize", f'"group" or "batch", {because} divides by deviations'),
+        (each and a.credit == "turn", "credit", f'"outcome", {because} compares the rewards of whole rollouts'),
+        (each and charged, "kl_in", f'"loss", {because} normalizes each reward by itself'),
+        (a.advantage == "length_weighted" and a.credit == "turn", "credit", f'"outcome", {because} weighs rollouts'),
+        (best and (a.pass_k == 1 or a.pass_k > size), "pass_k", f"0, or 2 to rollout.group_size = {size}"),
+        (a.advantage == "teacher" and shaped, "length_reward", f'"none", {because} uses no rewards'),
+        (kimi and a.advantage == "greedy", "length_reward", f'"none" or "target", {because} is outside the group'),
+        (target and not a.length_target, "length_target", f"at least 1, {length}"),
+        (target and a.length_target > longest, "length_target", f"at most rollout.max_new_tokens = {longest}"),
+    ]
+    yield from (problem(config, f"algorithm.{key}", expected) for holds, key, expected in refused if holds)
+    if each and len(config.task.rewards) < 2:
+        yield problem(config, "task.rewards", f"at least two rewards, {because} normalizes each by itself")
+    if kimi and size < 2:
+        yield problem(config, "rollout.group_size", f"at least 2, {length} compares the lengths of a group")
 
 
 def check_steps(config: Config) -> Iterator[str]:
