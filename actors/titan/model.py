@@ -434,6 +434,30 @@ class FrozenAdapters(FrozenWeights):
         self._exchange()
 
 
+class AveragedWeights(FrozenWeights):
+    """A moving average of the trained parameters, which begins as their values. It is saved with them (phase.py)."""
+
+    def __init__(self, model: TitanModel, decay: float) -> None:
+        trained = {plain(name): p for name, p in model.model.named_parameters() if p.requires_grad}
+        self._decay = decay
+        self._averages = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._model, self._parameters = model, list(trained.values())
+        self._shards = [local(average) for average in self._averages.values()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the weights that a step has made."""
+        self._model.reshard()
+        for average, parameter in zip(self._shards, self._parameters, strict=True):
+            average.lerp_(local(parameter), 1 - self._decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._averages
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The tensors of state_dict() are loaded in place."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places`, `attended`,

@@ -27,7 +27,7 @@ from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyContro
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.lora import TrainedState
-from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.actors.titan.model import AveragedWeights, DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
 from titan_rl.actors.titan.spec import adapter
@@ -38,6 +38,9 @@ from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import Batch
+
+AVERAGE = "teacher_average"
+"""Key of the policy's moving average in checkpoints and snapshots."""
 
 Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
 
@@ -89,10 +92,11 @@ class Phase:
         folder: str,
         at: int | SnapshotPart,
         entropy: EntropyControl | None = None,
+        average: AveragedWeights | None = None,
     ) -> None:
         """Resume from the checkpoint of step `at` in `folder`, or from this rank's part of a snapshot; 0 starts from
-        scratch."""
-        self._model = model
+        scratch. `average` follows each step, and is saved too."""
+        self._model, self._average = model, average
         self._folder = Path(model.config.job.dump_folder, folder)
         model.discard_gradients()  # an interrupted phase may have accumulated some
         config = model.config
@@ -103,7 +107,8 @@ class Phase:
         self._statistics: list[Statistics] = []  # one per microbatch accumulated for the next update
         self._seconds = self._busy = 0.0  # in the step so far
         self.state, self.entropy = TrainState(), entropy
-        states = {TRAIN_STATE: self.state} | ({ENTROPY_CONTROL: entropy} if entropy else {})
+        states = {TRAIN_STATE: self.state, ENTROPY_CONTROL: entropy, AVERAGE: average}
+        states = {name: state for name, state in states.items() if state is not None}
         self._checkpoints = SummedCheckpoints.Config(
             enable=config.checkpoint.enable,
             folder=folder,
@@ -174,6 +179,8 @@ class Phase:
         lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
         self._schedulers.step()
         self.state.step += 1
+        if self._average is not None:  # `_update` has settled: no copy of it is in progress
+            self._average.update()
         seconds, busy = self._seconds, self._busy
         self._seconds = self._busy = 0.0
         hardware = self._instruments.end_step(self.state.step, seconds)

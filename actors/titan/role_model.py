@@ -2,7 +2,8 @@
 
 RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
   ├─ Phase                                    trainer: "cold_start", then "rl"; critic: "rl"; frozen roles: none
-  └─ FrozenWeights "reference", "teacher"     trainer only, for roles without a separate mesh
+  ├─ FrozenWeights "reference", "teacher"     trainer only, for roles without a separate mesh
+  └─ AveragedWeights "average"                trainer only, of the policy in RL, with algorithm.teacher_weights
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from titan_rl.actors.titan.entropy_control import EntropyControl
-from titan_rl.actors.titan.model import FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
+from titan_rl.actors.titan.model import AveragedWeights, FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
@@ -61,11 +62,15 @@ class RoleModel(TitanModel):
         self.close()
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
         folder = FOLDER + inner
-        schedule = schedule_of(self.role, self.config, name)
-        algorithm = self.config.algorithm
-        adapts = self.role == "trainer" and name == "rl" and algorithm.kind == "rl" and algorithm.entropy_target > 0
-        entropy = EntropyControl(algorithm) if adapts else None
-        self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at, entropy=entropy), name
+        schedule, algorithm = schedule_of(self.role, self.config, name), self.config.algorithm
+        entropy = average = None
+        if self.role == "trainer" and name == "rl" and algorithm.kind == "rl":
+            if algorithm.entropy_target > 0:
+                entropy = EntropyControl(algorithm)
+            if algorithm.averages:
+                average = self._lent["average"] = AveragedWeights(self, algorithm.teacher_decay)
+        self._phase = Phase(self, schedule, folder=folder, at=at, entropy=entropy, average=average)
+        self._phase_name = name
         return self._phase.state
 
     @property
@@ -91,7 +96,7 @@ class RoleModel(TitanModel):
         if lent:
             self._settle()
             with self._lent[lent].swapped_in():
-                return self._scores(batch, temperature), self.checksum()
+                return self._scores(batch, temperature), 0 if lent == "average" else self.checksum()
         scores = self._scores(batch, temperature)
         if self.role in ("trainer", "critic"):
             self.reshard()

@@ -35,7 +35,7 @@ def write_models(config: Config) -> None:
     if config.model.hf_assets_path:
         write_hf(Path(config.model.hf_assets_path), shape_of(ModelSection(name=config.model.name)))
     shape = shape_of(config.model)
-    if config.algorithm.needs_teacher:
+    if config.algorithm.loads_teacher:
         write_hf(Path(config.teacher.hf_assets_path), shape)
     if config.task.reward == "model":
         write_hf(Path(config.reward_model.hf_assets_path), shape.with_value_head())

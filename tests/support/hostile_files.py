@@ -106,7 +106,7 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("def f(prompts, completions, solution): return [1.0]", "to require no keywords but"),
     ("def f(completions, **columns): return 1.0", "to return a list of rewards, found 1.0"),
     ("def f(completions, **columns): return [1.0, float('nan')]", "to return finite numbers, found one that is not"),
-    ("def f(solution_str): return {'acc': 1.0}", "to return a dict with a 'score', found {'acc': 1.0}"),
+    ("def f(solution_str): return {'acc': 1.0}", "or a dict with a 'score', found {'acc': 1.0}"),
     ("def f(): pass\nf.__signature__ = 5", "to be a function with a signature, found"),
     ("async def f(completion): return '1'", "to return a float, int or bool, found '1'"),
     ("async def g(): return 1.0\ndef f(completion): return g()", "to return a float, int or bool, found <coroutine"),

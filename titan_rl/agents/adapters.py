@@ -230,11 +230,12 @@ def action_of(text: str, space: Any) -> Any:
 
 
 def numbers(info: Any) -> dict[str, Any]:
-    """Return the finite numbers of a mapping, and "rewards", its components."""
+    """Return the finite numbers of a mapping, "rewards", its components, and "feedback", a text."""
     if not isinstance(info, Mapping):
         return {}
     finite = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
-    return {**finite, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
+    kinds = {"rewards": Mapping, "feedback": str}
+    return finite | {key: info[key] for key, kind in kinds.items() if isinstance(info.get(key), kind)}
 
 
 def _number(value: Any) -> float | None:

@@ -49,7 +49,8 @@ class Step:
     reward: float | None = 0.0  # this turn's. None in the last turn: task.reward judges the rollout
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Its numbers are summed over the rollout and logged. "rewards" may be a mapping with the reward's components."""
+    """Its numbers are summed over the rollout and logged. "rewards" may be a mapping with the reward's components, and
+    "feedback" a text about the rollout so far (algorithm.teacher_context)."""
     status: Status = "completed"  # why the rollout ended, if it is done
 
 

@@ -88,6 +88,7 @@ class Score:
         self._final = 0.0
         self._rewards: defaultdict[str, float] = defaultdict(float)
         self._metrics: defaultdict[str, float] = defaultdict(float)
+        self._feedback = ""
 
     def turn(self, step: Step) -> None:
         self._judged = step.reward is None
@@ -104,15 +105,17 @@ class Score:
             rewards[-1] += self._final
         metrics = {**self._metrics, **(tools.metrics() if tools else {})}
         if self._judged:
-            return Outcome(status, None, dict(self._rewards), (), messages, metrics)
+            return Outcome(status, None, dict(self._rewards), (), messages, metrics, feedback=self._feedback)
         reward = sum(self._turns) + self._final
-        return Outcome(status, reward, dict(self._rewards), rewards, messages, metrics)
+        return Outcome(status, reward, dict(self._rewards), rewards, messages, metrics, feedback=self._feedback)
 
     def _add(self, info: Mapping[str, Any]) -> None:
         for name, value in info.items():
             if name == "rewards" and isinstance(value, Mapping):
                 for part, reward in value.items():
                     self._rewards[str(part)] += finite(reward, f"reward {part}")
+            elif name == "feedback" and isinstance(value, str):
+                self._feedback = value
             elif isinstance(value, int | float):
                 self._metrics[str(name)] += finite(value, f"info {name}")
 

@@ -78,13 +78,13 @@ def with_advantages(
     remaining = iter(samples)
     valid = [[(r, [next(remaining) for _ in r.branches]) for r in group.rollouts if r.valid] for group in groups]
     returns: Arrays | None = None
+    gains = _teacher_gains(samples, on, lengths) if algorithm.needs_teacher else []
     if algorithm.advantage in get_args(GroupBaseline):
         by_turn = algorithm.credit == "turn"
         estimates = (_of_turns(r, algorithm) if by_turn else _of_rollouts(r, algorithm, weights) for r in valid)
         advantages = _cut(np.where(on, _flat(chain.from_iterable(estimates)), 0.0), lengths)
     elif algorithm.advantage == "teacher":
-        gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
-        advantages = _cut(np.where(on, gain, 0.0), lengths)
+        advantages = gains
     else:
         pairs = [pair for rollouts in valid for r, own in rollouts if own for pair in _of_trajectory(r, own, algorithm)]
         advantages = [advantage for advantage, _ in pairs]
@@ -98,6 +98,8 @@ def with_advantages(
             advantages = _cut(_flat(a for each in valid for a in _minus_token_baselines(each, left)), lengths)
     if algorithm.normalize == "batch":
         advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
+    if algorithm.teacher_coef:  # after the baseline and its scale: a critic's returns know nothing of it
+        advantages = [a + algorithm.teacher_coef * gain for a, gain in zip(advantages, gains, strict=True)]
     judged = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
     if returns is not None:
         judged = [s.with_columns(**{"return": r}) for s, r in zip(judged, returns, strict=True)]
@@ -140,6 +142,12 @@ def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection, group_si
 
 def _flat(values: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *values], dtype=np.float64)
+
+
+def _teacher_gains(samples: Sequence[Sample], on: np.ndarray, lengths: np.ndarray) -> Arrays:
+    """Return the teacher's log-prob less the sampling log-prob, 0 where the mask is 0."""
+    gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
+    return _cut(np.where(on, gain, 0.0), lengths)
 
 
 def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:

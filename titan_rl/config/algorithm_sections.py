@@ -169,6 +169,19 @@ class AlgorithmSection:
     """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
     others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer's reward ("greedy"), one per
     token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards."""
+    teacher_coef: float = bounds(0.0, ge=0, le=1e6)
+    """Weight of the teacher's log-prob less the sampling log-prob, which is added to each token's advantage of rewards.
+    0: no teacher, unless advantage = "teacher", which uses nothing else."""
+    teacher_weights: Literal["folder", "reference", "average", "policy"] = "folder"
+    """Weights of the teacher: of teacher.hf_assets_path, of the policy at the start of RL, a moving average of the
+    policy, or the policy itself. The last three need no other model, but a teacher_context."""
+    teacher_decay: float = bounds(0.95, ge=0, lt=1)
+    """Decay of the moving average in a step: average = decay x average + (1 - decay) x policy."""
+    teacher_context: list[str] = field(default_factory=list, hash=False)
+    """Texts that the teacher reads besides the prompt: the first of these that an answer has. "sibling": another
+    answer of its group, with a reward of at least curriculum.correct_at; "feedback": the text that the reward function
+    or the environment returned; "demonstration" or "answer": the row's. An answer without any gets no signal from the
+    teacher. Empty: the teacher reads what the policy has read (docs/algorithms.md)."""
     normalize: Literal["none", "group", "mean", "batch"] = "group"
     """Scale of the advantages: unchanged, divided by the group's standard deviation or its mean, or whitened over the
     step's tokens."""
@@ -304,6 +317,11 @@ class AlgorithmSection:
 
     @property
     def needs_reference(self) -> bool:
+        return self.compares_with_reference or (self.needs_teacher and self.teacher_weights == "reference")
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Return True if the loss or the reward has the reference's log-probs."""
         return self.kind == "preference" or (self.kind == "rl" and self.kl_coef > 0)
 
     @property
@@ -312,7 +330,17 @@ class AlgorithmSection:
 
     @property
     def needs_teacher(self) -> bool:
-        return self.kind == "rl" and self.advantage == "teacher"
+        return self.kind == "rl" and (self.advantage == "teacher" or self.teacher_coef > 0)
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Return True if the teacher's weights are not the policy's."""
+        return self.needs_teacher and self.teacher_weights == "folder"
+
+    @property
+    def averages(self) -> bool:
+        """Return True if the trainers keep a moving average of the policy."""
+        return self.needs_teacher and self.teacher_weights == "average"
 
     @property
     def updates(self) -> int:
@@ -366,4 +394,8 @@ class TeacherSection(RoleSection):
     """"own" spawns processes for the teacher; "trainer" swaps its weights into the trainer's model, which requires the
     policy's shape."""
     hf_assets_path: str = ""
-    """Hugging Face folder of the teacher, with the policy's tokenizer. Required by opd."""
+    """Hugging Face folder of the teacher, with the policy's tokenizer. Required by algorithm.teacher_weights =
+    "folder", as opd has it."""
+    template: str = "{prompt}\n\nFor reference:\n\n{context}\n\nNow answer the original question."
+    """The prompt that the teacher reads with algorithm.teacher_context: the last user's message, with {prompt} and
+    {context} in it. Or "package.module:function", which gets messages and context, and returns messages."""

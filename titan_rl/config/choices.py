@@ -26,6 +26,7 @@ Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
 Rejection = Literal["none", "token", "geometric", "second_moment"]
 BaselineAlgorithm = Literal["gdpo", "pass_at_k", "maxrl", "opo", "remax", "otb"]
+DistillingAlgorithm = Literal["opd", "sdpo", "sdft", "opsd"]
 ClassicAlgorithm = Literal[
     "grpo",
     "dr_grpo",
@@ -37,7 +38,7 @@ ClassicAlgorithm = Literal[
     "gspo",
     "cispo",
     BaselineAlgorithm,
-    "opd",
+    DistillingAlgorithm,
 ]
 GateAlgorithm = Literal["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov", "m2po"]
 RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm]

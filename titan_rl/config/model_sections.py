@@ -215,3 +215,6 @@ class ColdStartSection:
     the demonstrations: a greedy score jumps as the share of the choice passes one half."""
     stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
+    teacher_prompts: bool = False
+    """Train on each example once more after the prompt that the teacher will read (algorithm.teacher_context): a model
+    that starts from random weights cannot read it otherwise."""

@@ -15,6 +15,16 @@ from typing import Any, get_args
 from titan_rl.config.choices import RolloutAlgorithm
 from titan_rl.config.sections import AlgorithmSection, Config
 
+SELF_DISTILLED: dict[str, Any] = {
+    "advantage": "teacher",
+    "normalize": "none",
+    "clip": "cispo",
+    "clip_low": 1.0,
+    "clip_high": 1.0,
+    "aggregation": "sequence_mean",
+}
+"""The teacher is the policy with another prompt. A stale token's weight is its ratio, at most 2, as in TRL."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024: baseline is the group's mean, scale its standard deviation. Token mean is the default of
     # TRL and verl; the paper aggregates by "sequence_mean".
@@ -53,6 +63,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "otb": {"advantage": "optimal_token", "normalize": "none"},
     # On-policy distillation: a token's advantage is teacher log-prob - sampling log-prob.
     "opd": {"advantage": "teacher", "normalize": "none", "clip": "none"},
+    # Hübotter et al. 2026: the policy's average reads another answer of the group that is right, or the feedback.
+    "sdpo": {**SELF_DISTILLED, "teacher_weights": "average", "teacher_context": ["sibling", "feedback"]},
+    # Shenfeld et al. 2026: the policy's average reads a demonstration, here of the row or its answer.
+    "sdft": {**SELF_DISTILLED, "teacher_weights": "average", "teacher_context": ["demonstration", "answer"]},
+    # Zhao et al. 2026: the policy at the start of RL reads the reference answer.
+    "opsd": {**SELF_DISTILLED, "teacher_weights": "reference", "teacher_context": ["answer"]},
     # Gao et al. 2025 (SAPO): a soft gate in place of the clip.
     "sapo": {"clip": "sapo", "aggregation": "sequence_mean"},
     # Qi et al. 2026 (DPPO): the trust region is one of probabilities. "dppo_kl" has 0.05 for both bounds.

@@ -128,7 +128,7 @@ class Config:
         a = self.algorithm
         needed = {
             "reference": a.needs_reference and self.reference.mesh == "own",
-            "teacher": a.needs_teacher and self.teacher.mesh == "own",
+            "teacher": a.loads_teacher and self.teacher.mesh == "own",
             "reward_model": a.kind == "rl" and self.task.reward == "model",
             "critic": a.needs_critic,
         }

@@ -10,9 +10,9 @@ import numpy as np
 from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
-from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, size
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, saved_tensors, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
@@ -230,8 +230,11 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
         holds = f"frozen weights {size(frozen // shards)}, adapters with {holds.removeprefix('weights, ')}"
     if name == "trainer":
         holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
+        average = trained * BYTES[training.dtype] // shards
+        holds += f", teacher's average {size(average)}" if config.algorithm.averages else ""
     if name in ("trainer", "critic") and config.fault.snapshot_interval:
-        snapshot = snapshot_bytes(trained, training.dtype, p.data_parallel_replicate_degree)
+        replicas, tensors = p.data_parallel_replicate_degree, saved_tensors(config, name)
+        snapshot = snapshot_bytes(trained, training.dtype, replicas, tensors)
         holds += f"; snapshots {size(snapshot)} of host memory"
     compute = training.mixed_precision_param
     dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
@@ -338,8 +341,18 @@ def algorithm(config: Config) -> str:
     return (
         f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
         f"at most {r.max_staleness_steps} steps stale{updates}; "
-        f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}{corrected}"
+        f"advantage {a.advantage}{_teacher(a)}, ratio per {a.ratio}, clip {a.clip}, "
+        f"{a.aggregation.replace('_', ' ')}{kl}{corrected}"
     )
+
+
+def _teacher(a: AlgorithmSection) -> str:
+    """Describe the weights and the context of a teacher, unless it is another model that reads the policy's prompt."""
+    added = f" + {a.teacher_coef:g} x teacher" if a.teacher_coef else ""
+    reads = f", and reads {' or '.join(a.teacher_context)}" if a.teacher_context else ""
+    decay = f" of decay {a.teacher_decay:g}" if a.averages else ""
+    own = a.needs_teacher and (a.teacher_weights != "folder" or reads)
+    return added + (f" (its weights are the {a.teacher_weights}{decay}{reads})" if own else "")
 
 
 def between_hosts(setup: Setup, version: int) -> str:

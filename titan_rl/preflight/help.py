@@ -50,7 +50,7 @@ SECTIONS = {
     "reference": "the frozen model of the KL penalty",
     "critic": "the value model of PPO",
     "reward_model": "a model that rewards answers",
-    "teacher": "the model of on-policy distillation",
+    "teacher": "the model of distillation, and its prompt",
     "eval": "evaluation sets, and how often",
     "training": "steps, batch, precision, gradient clipping",
     "optimizer": "AdamW: rate, betas, weight decay",

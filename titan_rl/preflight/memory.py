@@ -19,7 +19,7 @@ from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.adapters import adaptable, adapter_sizes, cut_by_tensor_parallelism, targets, trained_parameters
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
-from titan_rl.wire.snapshot import peer_of, snapshot_bytes
+from titan_rl.wire.snapshot import TENSORS, peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
@@ -132,10 +132,16 @@ def by_formula(shape: ModelShape, p: ParallelismSection, lora: LoraSection = NO_
 
 
 def trained(
-    config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None, *, lent: int = 0
+    config: Config,
+    shape: ModelShape,
+    p: ParallelismSection,
+    sharded: ShardedModel | None = None,
+    *,
+    lent: int = 0,
+    averages: bool = False,
 ) -> Estimate:
-    """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own. With
-    adapters only they have gradients and an optimizer."""
+    """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own, and
+    may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer."""
     t, lora, sharded = config.training, config.lora, sharded or by_formula(shape, p, config.lora)
     each, changed = BYTES[t.dtype], sharded.adapters or sharded.held
     own, copies = count(changed), f" x {1 + lent} models" if lent else ""
@@ -146,6 +152,8 @@ def trained(
             "frozen weights": MemoryPart(fixed * small * (1 + lent), f"{count(fixed)} own x {small}{copies}"),
             "adapters": MemoryPart(changed * each, f"{own} x {each}"),
         }
+    if averages:
+        state["teacher's average"] = MemoryPart(changed * each, f"{own} x {each}")
     state["optimizer"] = MemoryPart(2 * changed * each, f"{own} x {each} x 2 moments")
     reduced = {"gradients": MemoryPart(changed * each, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
@@ -378,7 +386,9 @@ class Need:
 def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKNOWN) -> dict[str, Need]:
     """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
-    trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
+    copies, averages = len(lent(config)), config.algorithm.averages
+    cut = sharded.get("trainer")
+    trainer = trained(config, shape, config.parallelism, cut, lent=copies, averages=averages)
     beside = {"sleeping engine": asleep(config)} if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
@@ -432,11 +442,16 @@ def far(measured: int, estimated: int) -> bool:
     return abs(measured - estimated) > estimated / 10
 
 
+def saved_tensors(config: Config, mesh: str) -> int:
+    """Return the tensors per trained parameter in a checkpoint or snapshot of a mesh."""
+    return TENSORS + (mesh == "trainer" and config.algorithm.averages)
+
+
 def lent(config: Config) -> list[str]:
     """Return the frozen models that the trainer holds besides its own. Without its adapters it is the reference."""
     a = config.algorithm
     reference = a.needs_reference and config.reference.mesh == "trainer" and not config.lora.on
-    teacher = a.needs_teacher and config.teacher.mesh == "trainer"
+    teacher = a.loads_teacher and config.teacher.mesh == "trainer"
     return ["reference"] * reference + ["teacher"] * teacher
 
 
@@ -584,7 +599,8 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
     for name, p in trained_meshes(config).items():
         if config.fault.snapshot_interval:
             trained = trained_parameters(config.lora, shape) if name == "trainer" else shape.parameters
-            whole = snapshot_bytes(trained, config.training.dtype, p.data_parallel_replicate_degree)
+            replicas, tensors = p.data_parallel_replicate_degree, saved_tensors(config, name)
+            whole = snapshot_bytes(trained, config.training.dtype, replicas, tensors)
             for host in hosts[name]:
                 held[host]["snapshots"] += whole // p.world_size
             for host in hosts[name] if config.hosts.at_addresses else ():
@@ -592,16 +608,17 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
                     held[peer]["peers' snapshots"] += whole // p.world_size
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
-                held[host]["offloaded states"] += offloaded(config, sharded[name])
+                held[host]["offloaded states"] += offloaded(config, sharded[name], saved_tensors(config, name))
         if config.activation_checkpoint.mode == "offload":
             for host in hosts[name]:
                 held[host]["block inputs"] += block_inputs(config, shape, p)
     return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
 
 
-def offloaded(config: Config, sharded: ShardedModel) -> int:
-    """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded."""
-    trained = 4 * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
+def offloaded(config: Config, sharded: ShardedModel, saved: int = TENSORS) -> int:
+    """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded.
+    `saved`: tensors per trained parameter besides its gradient."""
+    trained = (saved + 1) * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
     frozen = sharded.held - sharded.adapters if sharded.adapters else 0
     return trained + frozen * BYTES[config.lora.base_dtype]
 

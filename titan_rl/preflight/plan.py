@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
-from titan_rl.preflight.memory import on_cpu, on_gpus
+from titan_rl.preflight.memory import on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
@@ -75,10 +75,11 @@ class Setup:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all trained models: each trained parameter's value, and Adam's two moments."""
-        critic = self.shape.parameters * self.config.algorithm.needs_critic
-        trained = trained_parameters(self.config.lora, self.shape) + critic
-        return TENSORS * trained * BYTES[self.config.training.dtype]
+        """Bytes of a checkpoint of all trained models: each trained parameter's value, and Adam's two moments; of the
+        policy also its moving average, if there is one."""
+        critic = TENSORS * self.shape.parameters * self.config.algorithm.needs_critic
+        trained = trained_parameters(self.config.lora, self.shape) * saved_tensors(self.config, "trainer")
+        return (trained + critic) * BYTES[self.config.training.dtype]
 
     @property
     def finished(self) -> bool:

@@ -171,10 +171,11 @@ def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
     moved = max(load.held.get("peers' snapshots", 0) for load in loads) // KEPT
     rate = min((gbps for gbps in (config.hosts.link_gbps, config.fault.snapshot_gbps) if gbps), default=0.0)
     seconds = f", at least {8 * moved / (rate * 1e9):.2g} s at {rate:g} Gbit/s" if rate else ""
+    tensors = TENSORS + config.algorithm.averages
     formulas = {
         "staged weights": f"{SLOTS} slots x what its trainer ranks send, pinned",
         "received weights": "what its generators read from other hosts, once for all replicas",
-        "snapshots": f"{KEPT} x {TENSORS} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
+        "snapshots": f"{KEPT} x {tensors} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
         "peers' snapshots": f"of another host: each snapshot moves half of it{seconds}",
         "offloaded states": "weights, gradients, optimizer",
         "block inputs": "of two microbatches, one per layer, each rounded up to a power of two, pinned",

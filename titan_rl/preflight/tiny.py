@@ -183,7 +183,7 @@ def _roles(config: Config, stand_ins: Path) -> Iterator[tuple[str, Any]]:
     if config.critic.hf_assets_path and not _is_tiny(config.critic.hf_assets_path):
         yield "critic.hf_assets_path", ""
     shapes = {"teacher": policy, "reward_model": policy.with_value_head()}
-    needed = {"teacher": config.algorithm.needs_teacher, "reward_model": "reward_model" in config.roles}
+    needed = {"teacher": config.algorithm.loads_teacher, "reward_model": "reward_model" in config.roles}
     for seed, (role, shape) in enumerate(shapes.items()):
         if needed[role] and not _is_tiny(getattr(config, role).hf_assets_path):
             write_stand_in(stand_ins / role, shape, seed)

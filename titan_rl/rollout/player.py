@@ -186,6 +186,7 @@ class Player:
             metrics=outcome.metrics,
             error=outcome.error,
             attempts=attempts,
+            feedback=outcome.feedback,
         )
 
 

@@ -352,4 +352,6 @@ def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None, 
     if verdict is None:
         return replace(rollout, penalty=penalty, parts=rollout.parts if grade is None else {GRADER: grade})
     why = verdict.error if math.isnan(verdict.reward) else ""
-    return replace(rollout, reward=verdict.reward, penalty=penalty, parts=verdict.parts, unrewarded=why)
+    feedback = verdict.feedback or rollout.feedback
+    known = {"parts": verdict.parts, "unrewarded": why, "feedback": feedback}
+    return replace(rollout, reward=verdict.reward, penalty=penalty, **known)

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class OpenGroup:
     def settle(self, row: int, verdict: Judgement) -> None:
         """Keep a verdict, or have the row judged again if it failed and has another attempt."""
         if row in self.ungraded and not verdict.error:
-            verdict = Judgement(verdict.reward, verdict.parts, "the grader: its process was killed or died")
+            verdict = replace(verdict, error="the grader: its process was killed or died")
         if math.isnan(verdict.reward):
             self.failures[row] += 1
             if self.failures[row] < self.attempts:

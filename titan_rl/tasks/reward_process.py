@@ -202,13 +202,14 @@ class RewardProcess:
                 "parts": dict(parts),
                 "error": str(error),
                 "hung": bool(hung),
+                "feedback": str(feedback),
                 "seconds": float(seconds),
             } if (
                 not math.isinf(reward)
                 and 0 <= seconds < math.inf
                 and all(type(value) is float for value in parts.values())
             ):
-                return Judgement(reward, parts, error, hung), max(seconds, FASTEST_SECONDS)
+                return Judgement(reward, parts, error, hung, feedback), max(seconds, FASTEST_SECONDS)
         raise self._invalid()
 
     def _invalid(self) -> RewardProcessLost:

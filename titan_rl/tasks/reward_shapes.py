@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ Arguments = Mapping[str, bool | int | float | str]
 class ComponentScore(NamedTuple):
     value: float | None  # None: the function does not apply to this answer
     more: Mapping[str, float] = {}  # other numbers that it returned
+    feedback: str = ""  # the text that it returned under this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,7 @@ def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component
 
     if at_once:
         return Component(name, all_at_once, lambda rewards: _scores(rewards, name, Extras()), at_once=True)
-    plain = Component(name, one, lambda value: ComponentScore(number(value, name)))
-    return Component(name, one, plain.read, asynchronous=asynchronous(function))
+    return Component(name, one, partial(_one_score, name=name), asynchronous=asynchronous(function))
 
 
 def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, A
 
 @dataclass(slots=True)
 class Extras:
-    """Collects the numbers that a TRL function passes to log_metric and log_extra. Texts are not kept."""
+    """Collects the numbers that a TRL function passes to log_metric and log_extra. Of texts, "feedback" is kept."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -106,9 +107,9 @@ class Extras:
     def log_extra(self, column: str, values: list[Any]) -> None:
         self.columns[str(column)] = list(values)
 
-    def of(self, row: int) -> dict[str, float]:
+    def of(self, row: int) -> tuple[dict[str, float], str]:
         cells = {name: values[row] for name, values in self.columns.items() if row < len(values)}
-        return self.metrics | numbers_of(cells)
+        return self.metrics | numbers_of(cells), feedback_of(cells)
 
 
 def _of_trl(function: Callable[..., Any], name: str) -> Component:
@@ -151,8 +152,8 @@ def _scores(rewards: Any, name: str, extras: Extras) -> list[ComponentScore]:
         rewards = rewards.tolist()
     if not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes):
         raise TypeError(f"task.reward: expected {name!r} to return a list of rewards, found {short_repr(rewards)}")
-    values = [None if value is None else (value, name) for value in rewards]
-    return [ComponentScore(None if each is None else _finite(*each), extras.of(row)) for row, each in enumerate(values)]
+    values = [None if value is None else _finite(value, name) for value in rewards]
+    return [ComponentScore(value, *extras.of(row)) for row, value in enumerate(values)]
 
 
 def _finite(value: Any, name: str) -> float:
@@ -182,18 +183,24 @@ def _of_verl(function: Callable[..., Any], name: str) -> Component:
         }
         return function(**{key: every[key] for key in keys})
 
-    def read(result: Any) -> ComponentScore:
-        if not isinstance(result, Mapping):
-            return ComponentScore(number(result, name))
-        if "score" not in result:
-            raise TypeError(
-                f"task.reward: expected {name!r} to return a dict with a 'score', found {short_repr(result)}"
-            )
-        return ComponentScore(
-            number(result["score"], name), numbers_of({k: v for k, v in result.items() if k != "score"})
-        )
+    return Component(name, call, partial(_one_score, name=name), asynchronous=asynchronous(function))
 
-    return Component(name, call, read, asynchronous=asynchronous(function))
+
+def _one_score(result: Any, name: str) -> ComponentScore:
+    """Read a number, or a dict with it as "score", other numbers, and a text as "feedback"."""
+    if not isinstance(result, Mapping):
+        return ComponentScore(number(result, name))
+    if "score" not in result:
+        raise TypeError(
+            f"task.reward: expected {name!r} to return a float, or a dict with a 'score', found {short_repr(result)}"
+        )
+    others = {key: value for key, value in result.items() if key != "score"}
+    return ComponentScore(number(result["score"], name), numbers_of(others), feedback_of(others))
+
+
+def feedback_of(values: Mapping[str, Any]) -> str:
+    feedback = values.get("feedback")
+    return feedback if isinstance(feedback, str) else ""
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:

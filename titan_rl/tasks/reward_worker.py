@@ -31,7 +31,7 @@ from titan_rl.wire.supervisor import fork_worker
 if TYPE_CHECKING:
     from titan_rl.tasks.rubric import JudgeRequest, Rubric, Scorer
 
-LONGEST_ERROR = 10_000  # characters
+LONGEST_TEXT = 10_000  # characters
 
 
 def main(controller: int, connection: int, stack: int) -> None:
@@ -68,7 +68,7 @@ def _answer(reply: Reply, scorers: "dict[Rubric, Scorer]", request: "JudgeReques
         try:
             scorer = scorers[request.rubric] = Scorer(request.rubric)
         except BaseException as error:  # importing the user's module runs it
-            reply(failed=f"{type(error).__name__}: {error}"[:LONGEST_ERROR])
+            reply(failed=f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
         else:
             reply(imported=scorer.at_once, pid=os.getpid())
         return
@@ -85,8 +85,9 @@ def _answer(reply: Reply, scorers: "dict[Rubric, Scorer]", request: "JudgeReques
         reply(
             reward=verdict.reward,
             parts=dict(verdict.parts),
-            error=verdict.error[:LONGEST_ERROR],
+            error=verdict.error[:LONGEST_TEXT],
             hung=verdict.hung,
+            feedback=verdict.feedback[:LONGEST_TEXT],
             seconds=now - began,
         )
         began = now

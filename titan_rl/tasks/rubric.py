@@ -177,6 +177,7 @@ class Scorer:
 
     def _verdict(self, found: Sequence[Found], grade: Found | None) -> Judgement:
         parts, total, applied = dict[str, float](), 0.0, False
+        feedback = "\n".join(each.feedback for each in found if isinstance(each, ComponentScore) and each.feedback)
         failed = next(
             ((part, each) for part, each in zip(self._parts, found, strict=True) if isinstance(each, Exception)), None
         )
@@ -199,7 +200,8 @@ class Scorer:
         reward = math.nan if error else total
         if self._grader is not None and isinstance(grade, Exception):
             error = error or f"the grader: {error_text(self._grader, grade)}"
-        return Judgement(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
+        hung = failed is not None and isinstance(failed[1], TimeoutError)
+        return Judgement(reward, parts, error, hung, feedback)
 
 
 def judge_once(part: Component, prompt: Prompt, answer: Answered) -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
+from titan_rl.tasks.privileged import aligned
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.checkpoint_sums import export_damage
@@ -35,6 +37,9 @@ from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import Batch, PhaseName, Sample
 
 ERROR_CHARACTERS = 300
+Lent = Literal["reference", "teacher", "average", ""]
+TEACHERS: dict[str, Lent] = {"folder": "teacher", "reference": "reference", "average": "average", "policy": ""}
+"""algorithm.teacher_weights -> the name under which trainers know these weights; "" are their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,14 @@ class Learner:
         self._samples: list[Sample] = []  # accumulated for the step's update
         self._tokens = self._sequences = 0  # accumulated for the step's update
         self._done = 0  # steps of the phase
+        self._distilled = Counter[str]()  # in the step so far: answers, tokens and log-probs that the teacher scored
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
         """Bring the trainers to where a phase resumes. Return that step, and the controller's state saved with it."""
         step, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
         self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
+        self._distilled.clear()
         self._snapshots.forget(but=snapshot)
         start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
         self._done = start
@@ -106,7 +113,7 @@ class Learner:
         if algorithm.needs_reference:
             mesh, lent = self._home("reference")
             await mesh.load_weights(folder, lent)
-        if algorithm.needs_teacher:
+        if algorithm.loads_teacher:
             mesh, lent = self._home("teacher")
             await mesh.load_weights(self._config.teacher.hf_assets_path, lent)
         if meshes.reward_model is not None:
@@ -116,13 +123,14 @@ class Learner:
                 await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
             await meshes.critic.begin_phase("rl", self._from or step)
 
-    async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with a column from each role that the algorithm needs. All roles compute at once."""
+    async def judge(self, samples: Sequence[Sample], privileged: Sequence[Sample | None] = ()) -> list[Sample]:
+        """Return the samples with a column from each role that the algorithm needs. All roles compute at once.
+        `privileged`: what the teacher reads in each sample's place, if it is something else (tasks/privileged.py)."""
         algorithm, scores = self._config.algorithm, {}
-        if algorithm.needs_reference:
+        if algorithm.compares_with_reference:
             scores["reference"] = self.scores(samples, *self._home("reference"))
         if algorithm.needs_teacher:
-            scores["teacher"] = self.scores(samples, *self._home("teacher"))
+            scores["teacher"] = self._teacher_scores(samples, privileged)
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             scores["proximal"] = self.scores(samples)
         if algorithm.kind == "rl" and algorithm.advantage == "optimal_token":
@@ -134,6 +142,27 @@ class Learner:
         with self._clock("judge"):
             columns = dict(zip(scores, await asyncio.gather(*scores.values()), strict=True))
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
+
+    async def _teacher_scores(
+        self, samples: Sequence[Sample], privileged: Sequence[Sample | None]
+    ) -> Sequence[np.ndarray]:
+        """Return the teacher's log-probs of the samples' tokens. A sample without a privileged one has its sampling
+        log-probs: the teacher's signal is their difference, which is 0 there."""
+        algorithm, sums = self._config.algorithm, self._distilled
+        home = self._home(TEACHERS[algorithm.teacher_weights])
+        if not algorithm.teacher_context:
+            return await self.scores(samples, *home)
+        longest = self._config.training.seq_len + 1
+        read = {i: other for i, other in enumerate(privileged) if other is not None and len(other.tokens) <= longest}
+        scored = await self.scores(list(read.values()), *home) if read else []
+        columns = [np.asarray(sample.columns["behaviour"], np.float64) for sample in samples]
+        for (i, other), scores in zip(read.items(), scored, strict=True):
+            teacher, on = aligned(scores, samples[i], other), np.asarray(samples[i].mask) > 0
+            sums.update(tokens=on.sum(), gain=(teacher - columns[i])[on].sum())
+            columns[i] = teacher
+        too_long = sum(other is not None for other in privileged) - len(read)
+        sums.update(answers=len(samples), covered=len(read), too_long=too_long)
+        return columns
 
     async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
         """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
@@ -169,6 +198,14 @@ class Learner:
 
     async def update(self) -> StepStats:
         """Make the step's updates from the accumulated samples."""
+        stats = await self._updated()
+        if d := self._distilled:
+            shares = {f"distill/{name}": d[name] / d["answers"] for name in ("covered", "too_long")}
+            stats.metrics.update(shares | {"distill/gain": d["gain"] / max(d["tokens"], 1)})
+            d.clear()
+        return stats
+
+    async def _updated(self) -> StepStats:
         samples, self._samples = self._samples, []
         if not self._config.training.stream_groups:
             return await self.step(minibatches(samples, self._config.algorithm, self._config.rollout.group_size))
@@ -299,9 +336,9 @@ class Learner:
         wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(logprobs, sharper, strict=True)]
         return [np.maximum(1 - 2 * np.exp(a) + np.exp(2 * a - b), 0.0) for a, b in wide]
 
-    def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
+    def _home(self, role: Lent) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""
-        mesh = self._meshes.reference if role == "reference" else self._meshes.teacher
+        mesh = {"reference": self._meshes.reference, "teacher": self._meshes.teacher}.get(role)
         return (self._meshes.trainers, role) if mesh is None else (mesh, "")
 
     async def _anchor(self, step: int) -> Path:

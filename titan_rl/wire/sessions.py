@@ -60,6 +60,7 @@ class Outcome:
     messages: Sequence[Mapping[str, Any]] = ()  # the conversation, for display and for rewards
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to log, such as tool calls and seconds
     error: str = ""  # set if the status is one of FAILED
+    feedback: str = ""  # the last text that the environment returned as its feedback
 
 
 class Session(Protocol):

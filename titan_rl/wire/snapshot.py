@@ -91,9 +91,9 @@ def peer_of(host: int, machines: Sequence[str]) -> int | None:
     return min(others, key=lambda other: machines[other] == machines[host], default=None)
 
 
-def snapshot_bytes(parameters: int, dtype: Dtype, replicas: int) -> int:
+def snapshot_bytes(parameters: int, dtype: Dtype, replicas: int, tensors: int = TENSORS) -> int:
     """Return the host memory that snapshots of a trained model take; each HSDP replica keeps its own.
 
-    KEPT * TENSORS * bytes(dtype) * parameters * replicas: 24 bytes per float32 parameter.
+    KEPT * tensors * bytes(dtype) * parameters * replicas: 24 bytes per float32 parameter.
     """
-    return KEPT * TENSORS * BYTES[dtype] * parameters * replicas
+    return KEPT * tensors * BYTES[dtype] * parameters * replicas

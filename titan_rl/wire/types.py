@@ -136,6 +136,7 @@ class Judgement:
     parts: Mapping[str, float] = field(default_factory=dict)  # components and other numbers, logged
     error: str = ""  # with a reward: a failure besides, such as the grader's
     hung: bool = False  # it failed by not returning
+    feedback: str = ""  # for a teacher to read
 
 
 Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Judgement]]]
@@ -233,6 +234,7 @@ class Rollout:
     attempts: int = 1  # by its driver
     parts: Mapping[str, float] = field(default_factory=dict)  # numbers in the judge's verdict
     unrewarded: str = ""  # the judge's reason for no reward
+    feedback: str = ""  # text of the judge or the environment, for a teacher to read
 
     @property
     def signal(self) -> float:

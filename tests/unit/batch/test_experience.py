@@ -100,6 +100,21 @@ def test_distillation_is_the_teachers_log_prob_less_the_samplers() -> None:
     assert rollout_advantages(groups) == [0.25]
 
 
+def test_a_teachers_signal_is_added_to_the_baselines() -> None:
+    """After normalization, and not to a critic's returns."""
+    groups = [group(with_tool(1.0), rollout(0.0))]
+    keys: dict[str, Any] = {"normalize": "batch", "teacher_coef": 0.5}
+    for name in ("reinforce_pp", "ppo", "reinforce_pp_baseline"):
+        made = [algorithm(name, **keys), algorithm(name, normalize="batch")]
+        samples = with_column(samples_of(groups, made[0]), teacher=-0.25, value=0.5)
+        (_, both), (_, alone) = (with_advantages(groups, samples, a) for a in made)
+        gains = [[0, 0.25, 0, 0, 0.5], [0, 0, 0.25, 0.25]]
+        for one, other, gain in zip(advantages(both), advantages(alone), gains, strict=True):
+            assert one == pytest.approx([value + 0.5 * more for value, more in zip(other, gain, strict=True)])
+        if name == "ppo":
+            assert [list(s.columns["return"]) for s in both] == [list(s.columns["return"]) for s in alone]
+
+
 def test_a_rewards_kl_is_charged_before_the_groups_baseline() -> None:
     """Of two rollouts with equal rewards, the one that left the reference further is the worse."""
     groups = [group(rollout(1.0, 1), rollout(1.0, 3))]

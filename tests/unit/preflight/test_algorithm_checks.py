@@ -312,3 +312,53 @@ def test_k1_in_the_loss_is_warned_of(tmp_path: Path) -> None:
     assert warning.startswith('algorithm.kl is "k1" in the loss: its gradient is zero on average')
     for silent in ('kl = "k1"', 'kl_coef = 0.1\nkl = "k1"\nkl_in = "reward"', 'kl_coef = 0.1\nkl = "k2"'):
         assert warnings(config(tmp_path, f"[algorithm]\n{silent}")) == []
+
+
+def test_every_problem_of_a_self_distillation_at_once(tmp_path: Path) -> None:
+    toml = """
+        [algorithm]
+        name = "sdpo"
+        teacher_coef = 0.5
+        normalize = "batch"
+        teacher_context = ["sibling", "hint"]
+        [teacher]
+        hf_assets_path = "/no/such"
+        template = "{prompt}"
+        [cold_start]
+        teacher_prompts = true
+    """
+    keys = [problem.split(":")[0] for problem in problems(config(tmp_path, toml))]
+    assert keys == [
+        "cold_start.teacher_prompts",
+        "algorithm.teacher_context",
+        "algorithm.teacher_coef",
+        "algorithm.normalize",
+        "teacher.hf_assets_path",
+        "teacher.template",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('teacher_weights = "average"', 'algorithm.teacher_weights: expected "folder", because there is no teacher'),
+        ('teacher_context = ["answer"]', "algorithm.teacher_context: expected [], because there is no teacher"),
+        (
+            'name = "sdpo"\nteacher_weights = "policy"\nteacher_context = []',
+            'algorithm.teacher_context: expected "sibling", "feedback", "demonstration" or "answer", because',
+        ),
+        (
+            'name = "sdpo"\nteacher_context = ["sibling"]\n[rollout]\ngroup_size = 1',
+            "rollout.group_size: expected at least 2, because algorithm.teacher_context",
+        ),
+        (
+            'name = "opsd"\n[reference]\nmesh = "none"',
+            'because algorithm.teacher_weights = "reference" needs a reference',
+        ),
+        ('name = "opsd"\n[teacher]\ntemplate = "no_such:f"', "teacher.template = 'no_such:f': ModuleNotFoundError"),
+        ("teacher_coef = 0.5", "teacher.hf_assets_path: expected a Hugging Face folder"),
+    ],
+)
+def test_one_problem_of_a_self_distillation(tmp_path: Path, toml: str, message: str) -> None:
+    (problem,) = problems(config(tmp_path, f"[algorithm]\n{toml}"))
+    assert message in problem

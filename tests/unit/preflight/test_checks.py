@@ -300,6 +300,19 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     assert problems(config(tmp_path, here + ppo)) == []
 
 
+def test_a_run_without_a_moving_average_does_not_go_on_with_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    here = f'[job]\ndump_folder = "{run}"\nresume_changed = true\n'
+    (run / "checkpoint" / "step-2").mkdir(parents=True)
+    (run / "checkpoint" / "step-2" / ".metadata").write_text("")
+    (run / "config.toml").write_text(to_toml(config(tmp_path, here + '[algorithm]\nname = "opsd"\n')))
+    (problem,) = problems(config(tmp_path, here + '[algorithm]\nname = "sdpo"\n'))
+    assert problem.startswith(
+        f"algorithm.teacher_weights: expected a teacher without an average, as in the run in {run}"
+    )
+    assert problems(config(tmp_path, here)) == []
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [

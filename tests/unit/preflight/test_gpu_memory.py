@@ -19,6 +19,7 @@ from titan_rl.preflight.memory import (
     measured_trainer,
     needs,
     on_gpus,
+    saved_tensors,
 )
 from titan_rl.wire.model_shape import ModelShape
 
@@ -43,6 +44,19 @@ def test_what_is_suggested_fits(name: str, shape: ModelShape, mode: str, gib: in
         assert settings, advice
         after = refused(load(find(name), [*flags, *settings]), shape, gib)
         assert not any(other.startswith(mesh) for other in after), (problem, after)
+
+
+def test_a_moving_average_is_one_copy_of_what_is_trained() -> None:
+    """Also on disk and in snapshots: four tensors per parameter instead of three."""
+    one, averaged = (
+        on_gpus(load(find(EIGHT), [("algorithm.name", name), ("algorithm.teacher_context", "answer")]), LLAMA_8B, 0)
+        for name in ("opsd", "sdpo")
+    )
+    before, after = (needs(each, LLAMA_8B, 0)["trainer"].own.kept for each in (one, averaged))
+    assert after["teacher's average"].nbytes * 2 == after["optimizer"].nbytes == before["optimizer"].nbytes
+    assert "teacher's average" not in before  # it lends the reference, a copy of all weights
+    assert [saved_tensors(each, "trainer") for each in (one, averaged)] == [3, 4]
+    assert [saved_tensors(each, "critic") for each in (one, averaged)] == [3, 3]
 
 
 def test_fp8_halves_an_engines_linear_weights() -> None:

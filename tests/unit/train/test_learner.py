@@ -25,9 +25,11 @@ from titan_rl.config.sections import (
 )
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
+from titan_rl.tasks.privileged import exchanged
 from titan_rl.train.learner import Learner
 from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Batch, Rows, Sample
 
@@ -364,3 +366,32 @@ async def test_a_changed_reference_is_not_trained_against(
     harm(start)
     with pytest.raises(RunError, match=f"{start} cannot be used: {why}"):
         await learns.begin(3)
+
+
+async def test_a_teachers_log_probs_of_the_answers_that_have_a_context(tmp_path: Path) -> None:
+    """One answer has none, and the prompt of another is too long: both get their sampling log-probs, and no signal."""
+    a = AlgorithmSection(advantage="teacher", teacher_weights="average", teacher_context=["answer"], normalize="none")
+    config = on_device(Config(algorithm=a, training=TrainingSection(seq_len=8, local_batch_size=1)), "cpu")
+    asked: list[tuple[int, str]] = []
+
+    class Scores(Mesh):
+        async def scores(self, batches: list[Batch], temperature: float, lent: str) -> Any:
+            rows = [rows for batch in batches for rows in batch.microbatches]
+            asked.append((sum(int((each.sequences >= 0).sum()) for each in rows), lent))
+            return [[each.targets.astype("float32") for each in batch.microbatches] for batch in batches], [0]
+
+        async def step(self, updates: Any) -> StepStats:
+            return StepStats(0.0, 0.0, 0.0, 1, 1.0)
+
+    learns, _ = learner_of(tmp_path, config, Scores(tmp_path))
+    samples = [Sample([1, 2, 5, 6], [0, 0, 1, 1], {"behaviour": [0, 0, -0.5, -0.25]}, 2) for _ in range(3)]
+    privileged = [exchanged(samples[0], [1, 2], [1, 3, 3, 2]), None, exchanged(samples[2], [1, 2], [1] * 8)]
+    judged = await learns.judge(samples, privileged)
+    assert asked == [(5, "average")]
+    assert [list(s.columns["teacher"]) for s in judged] == [[0, 0, 5, 6], [0, 0, -0.5, -0.25], [0, 0, -0.5, -0.25]]
+    await learns.accumulate([s.with_columns(advantage=[0.0] * 4) for s in judged])
+    metrics = (await learns.update()).metrics
+    assert metrics["distill/covered"] == metrics["distill/too_long"] == pytest.approx(1 / 3)
+    assert metrics["distill/gain"] == pytest.approx((5.5 + 6.25) / 2)
+    await learns.accumulate([s.with_columns(advantage=[0.0] * 4) for s in judged])
+    assert "distill/covered" not in (await learns.update()).metrics

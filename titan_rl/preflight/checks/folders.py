@@ -32,6 +32,7 @@ OPERATION = ("reward_workers", "reward_seconds", "reward_memory_mb", "grader", "
 EXPERIMENT = (
     *(f"task.{field.name}" for field in fields(TaskSection) if field.name not in OPERATION),
     *(f"algorithm.{name}" for name in ("name", "advantage", "normalize", "credit", "ratio", "clip", "kl_in")),
+    *("algorithm.teacher_weights", "algorithm.teacher_context", "teacher.template"),
     *("model.hf_assets_path", "environment.name", "environment.args"),
     *("reward_model.hf_assets_path", "teacher.hf_assets_path"),
 )
@@ -158,5 +159,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if shape is not None and replace(had, head=shape.head) != shape:
         yield f"[model]: expected the same shape {hint}, found another"
     policy, *others = Checkpoints.of(folder, config).folders
+    if config.algorithm.averages and not before.algorithm.averages and Checkpoints((policy,)).whole_steps():
+        yield problem(config, "algorithm.teacher_weights", f"a teacher without an average, {hint}")
     if others and Checkpoints((policy,)).whole_steps() and not Checkpoints.of(folder, config).whole_steps():
         yield problem(config, "algorithm.name", f"an algorithm without a critic, {hint}")

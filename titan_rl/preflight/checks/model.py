@@ -212,11 +212,13 @@ def check_roles(config: Config, shape: ModelShape) -> Iterator[str]:
     named = f'algorithm.name = "{a.name}"'
     if a.needs_reference and config.reference.mesh == "none":
         why = f"algorithm.kl_coef = {a.kl_coef:g}" if a.kind == "rl" else named
+        why = why if a.compares_with_reference else 'algorithm.teacher_weights = "reference"'
         yield wrong("reference.mesh", f'"trainer" or "own", because {why} needs a reference')
     if a.needs_critic and config.critic.lr == 0:
         yield wrong("critic.lr", f"a value above 0, because {named} trains a critic")
-    if a.needs_teacher:
-        yield from _check_folder(config, shape, "teacher", named)
+    if a.loads_teacher:
+        why = named if a.advantage == "teacher" else f"algorithm.teacher_coef = {a.teacher_coef:g}"
+        yield from _check_folder(config, shape, "teacher", why)
     if a.needs_critic and config.critic.hf_assets_path:
         yield from _check_folder(config, shape, "critic", "")
     if a.kind == "rl" and modelled:
