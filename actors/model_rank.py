@@ -3,10 +3,12 @@
 The controller imports this module to spawn the actor; torch and TorchTitan are imported in `start`, on the rank.
 """
 
+import inspect
 import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, endpoint
@@ -30,16 +32,37 @@ from titan_rl.wire.weight_source import Offer
 if TYPE_CHECKING:
     import numpy as np
 
+    from titan_rl.actors.sync.staging import Staging
+
 
 def verb(method: Any) -> Any:
-    """Make a method an endpoint whose failure fails its call, and nothing else."""
-    return endpoint(fallible(method))
+    """Make a method an endpoint whose failure fails its call, and nothing else. Of several policies, the call names the
+    one whose adapters the model has meanwhile."""
+
+    @wraps(method)
+    async def of_policy(self: Any, *arguments: Any, policy: str = "") -> Any:
+        if policy:
+            self._model.use(policy)
+        return await method(self, *arguments)
+
+    signature = inspect.signature(method)  # Monarch checks a call's arguments against it
+    policy = inspect.Parameter("policy", inspect.Parameter.KEYWORD_ONLY, default="")
+    vars(of_policy)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), policy])
+    return endpoint(fallible(of_policy))
 
 
 class ModelRank(Actor):
-    def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
-        self._given = role, config, shape, parallelism
-        self._packed: tuple[PhaseName, int] | None = None  # the phase and step of the weights packed last
+    def __init__(
+        self,
+        role: RoleName,
+        config: Config,
+        shape: ModelShape,
+        parallelism: ParallelismSection,
+        policies: Mapping[str, Config] | None = None,
+    ) -> None:
+        self._given = role, config, shape, parallelism, policies
+        self._stagings: dict[str, Staging] = {}  # by policy
+        self._packed: dict[str, tuple[PhaseName, int]] = {}  # by policy: phase and step of the weights packed last
 
     @verb
     async def open_meeting(self) -> str:
@@ -54,7 +77,7 @@ class ModelRank(Actor):
             meeting.meet_at(met_at)
         else:
             meeting.be_reachable()
-        _, config, _, _ = self._given
+        config = self._given[1]
         compiled = compiles(config, os.environ.get(PLANNED, "cpu"))
         with without_gc(), nullcontext() if compiled else compile_deferred():
             from titan_rl.actors.titan.role_model import RoleModel
@@ -131,7 +154,7 @@ class ModelRank(Actor):
         from titan_rl.actors.sync.transport import is_remote
 
         model, lora = self._model, self._model.config.lora
-        self._staging = Staging(
+        staging = self._stagings[model.policy_name] = Staging(
             model.by_hf_name,
             copies,
             getattr(torch, model.config.generator.dtype),
@@ -142,7 +165,7 @@ class ModelRank(Actor):
         )
         with quiet_rdma():
             remote = any(is_remote(place, sync.transport) for place in places)
-            return self._staging.offer(remote=remote, how=sync.transport)
+            return staging.offer(remote=remote, how=sync.transport)
 
     @verb
     async def publish(
@@ -151,16 +174,18 @@ class ModelRank(Actor):
         """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. With `again`, the
         last packed weights are packed once more; return None if they have changed since. Begin to broadcast them if
         there is a gathering."""
-        if again and self._packed != self._model.phase_step:
+        policy = self._model.policy_name
+        staging = self._stagings[policy]
+        if again and self._packed.get(policy) != self._model.phase_step:
             return None
         if again:
-            self._staging.forget_frozen()
-        began, self._packed = time.perf_counter(), self._model.phase_step
+            staging.forget_frozen()
+        began, self._packed[policy] = time.perf_counter(), self._model.phase_step
         with span("publish", version=version):
-            manifests = self._staging.pack(version, slot, serial)
+            manifests = staging.pack(version, slot, serial)
         if gathering is not None:
             seconds = self._model.config.comm.train_timeout_seconds
-            self._staging.broadcast(slot, serial, gathering, seconds / 2)
+            staging.broadcast(slot, serial, gathering, seconds / 2)
         if self._model.config.placement.kind == "colocated":
             self._model.release_memory()  # before engines on the same device wake and take these weights
         return manifests, time.perf_counter() - began

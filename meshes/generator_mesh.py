@@ -37,6 +37,8 @@ SYNC = WeightSyncSection()
 
 
 class GeneratorMesh(Fleet):
+    policy_name, slot = "", 0  # see PolicyGenerators
+
     def __init__(self, replicas: Iterable[Replica], policy: GeneratorPolicy, *, make: Make | None = None) -> None:
         super().__init__({replica.index: replica for replica in replicas}, Router(), policy, make)
 
@@ -70,6 +72,9 @@ class GeneratorMesh(Fleet):
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, make=make)
 
+    def of(self, policy: str, slot: int) -> "GeneratorMesh":
+        return PolicyGenerators(self, policy, slot)
+
     async def start(self) -> list[EngineInfo]:
         """Build every engine. Return its facts, rank by rank, replica by replica. A replica that fails during start-up
         is not healed; the run ends."""
@@ -95,7 +100,7 @@ class GeneratorMesh(Fleet):
 
             async def connect(replica: Replica, turn: Mapping[Replica, list[Replica]] = turn) -> None:
                 if replica in turn:
-                    await replica.connect(sources, sync, turn[replica], seconds)
+                    await replica.connect(sources, sync, turn[replica], seconds, self.slot)
 
             await self.each(connect)
         return [way for r in self.replicas.values() for connection in r.connections for way in connection.transports]
@@ -107,7 +112,7 @@ class GeneratorMesh(Fleet):
         await replica.locate(sync.transport, seconds)
         others = (other for other in self.replicas.values() if other is not replica and other.connections)
         siblings = [other for other in others if other.home == replica.home]
-        await replica.connect(sources, sync, siblings, seconds)
+        await replica.connect(sources, sync, siblings, seconds, self.slot)
 
     @property
     def sharers(self) -> list[int]:
@@ -149,7 +154,8 @@ class GeneratorMesh(Fleet):
                 try:
                     if replica.memory and first[replica.memory] is not replica:
                         await fetched_first[replica.memory].wait()
-                    fetched = await replica.fetch_weights(manifests, seconds, roster if replica.name in names else None)
+                    own = roster if replica.name in names else None
+                    fetched = await replica.fetch_weights(manifests, seconds, own, self.slot)
                 except RunError as error:
                     failed.append(error)
                     raise
@@ -162,7 +168,7 @@ class GeneratorMesh(Fleet):
                 if failed and self._policy.incidents is None:
                     raise failed[0]
                 await self._router.settle(seconds)
-                return fetched, await replica.switch_weights(version, seconds)
+                return fetched, await replica.switch_weights(version, seconds, self.slot)
 
         refused: list[str] = []
         costs = await self.each(pulled, refused if forgives else None)
@@ -219,6 +225,23 @@ class GeneratorMesh(Fleet):
         limit = seconds or self._policy.seconds
         answers = await self.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
+
+
+class PolicyGenerators(GeneratorMesh):
+    """The generator mesh as one of several policies sees it: same replicas, requests and syncs of the policy's slot."""
+
+    __slots__ = ("policy_name", "slot")
+
+    def __init__(self, mesh: GeneratorMesh, name: str, slot: int) -> None:
+        self.__dict__ = mesh.__dict__  # all state is shared
+        self.policy_name, self.slot = name, slot
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """Answer a request of the policy, whose id and affinity only need to be its own."""
+        affinity = tuple(f"{self.policy_name}/{name}" for name in request.affinity)
+        return await super().generate(
+            replace(request, id=f"{self.policy_name}/{request.id}", affinity=affinity, slot=self.slot)
+        )
 
 
 def _cost(

@@ -8,6 +8,7 @@ reference, teacher, reward_model    load_weights and scores: a frozen role never
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -39,6 +40,8 @@ MAX_NAMED = 3  # parameters in an error
 class ModelMesh:
     """Each verb is one collective over the mesh."""
 
+    policy = ""  # see PolicyTrainers
+
     def __init__(
         self,
         host: HostMesh | Callable[[], Sequence[RankPlace]],
@@ -46,9 +49,11 @@ class ModelMesh:
         config: Config,
         shape: ModelShape,
         env: Mapping[str, str],
+        policies: Mapping[str, Config] | None = None,
     ) -> None:
         """`host`: one for all ranks, or a function that returns places, each with whole dp rows in rank order. It is
-        called at each start, because a host may be lost: then the mesh may have fewer rows than the config."""
+        called at each start, because a host may be lost: then the mesh may have fewer rows than the config.
+        `policies`: the config of each, if there are several; `of` returns the mesh as one of them sees it."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.row_ranks = parallelism.dp, parallelism.row_ranks
@@ -57,11 +62,15 @@ class ModelMesh:
         self._rank_places_of = host if callable(host) else lambda: [RankPlace(Host(host), self.dp * self.row_ranks)]
         self._rank_places: Sequence[RankPlace] = ()
         self._env, self._given, self._planned = env, (role, config, shape), parallelism
+        self._policies, self._turn = policies, asyncio.Lock()
         self._procs: list[ProcMesh] = []  # one per rank place
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
         self._warm: set[str] = set()  # verbs already answered by these processes
+
+    def of(self, policy: str) -> "ModelMesh":
+        return PolicyTrainers(self, policy)
 
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
@@ -87,7 +96,7 @@ class ModelMesh:
                 env={**self._env, **rank_place.env, **meeting},
                 members=members[len(self._ranks) :],
             )
-            actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism)
+            actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism, self._policies)
             self._procs.append(procs)
             for dp, *others in product(range(rows), *map(range, self._row.values())):
                 at = dict(zip(self._row, others, strict=True))
@@ -199,12 +208,9 @@ class ModelMesh:
     ) -> Publication | None:
         """Pack every rank's shards into a slot, and let each begin its broadcasts. Return None if the last publication
         is wanted `again` but the trainers have taken a step since."""
-        ranks = self._ranks.items()
-        calls = {
-            name: rank.publish.call(version, slot, serial, again, roster and roster.of_trainer(i))
-            for i, (name, rank) in enumerate(ranks)
-        }
-        packed = await self._answers("publish", calls, None)
+        rosters = [roster and roster.of_trainer(i) for i in range(len(self._ranks))]
+        arguments = [(version, slot, serial, again, own) for own in rosters]
+        packed = await self._call("publish", arguments)
         if None in packed:
             return None
         manifests = [manifests for manifests, _ in packed]
@@ -223,24 +229,26 @@ class ModelMesh:
 
     async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""
-        calls = {name: getattr(rank, verb).call(*arguments) for name, rank in self._ranks.items()}
-        return await self._answers(verb, calls, seconds)
+        return await self._call(verb, [arguments] * len(self._ranks), seconds)
 
     async def _scatter(
         self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float | None = None
     ) -> list[Any]:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
-        ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call(argument, *arguments) for (name, rank), argument in ranks}
-        return await self._answers(verb, calls, seconds)
+        return await self._call(verb, [(argument, *arguments) for argument in each], seconds)
 
-    async def _answers(self, verb: str, calls: dict[str, Any], seconds: float | None) -> list[Any]:
-        """Gather the answers in rank order. The first call of a verb may import, compile and allocate: it has at least
-        the start-up deadline."""
+    async def _call(self, verb: str, each: Sequence[Sequence[Any]], seconds: float | None = None) -> list[Any]:
+        """Call one verb with each rank's arguments, gather the answers in rank order. The first call of a verb may
+        import, compile and allocate: it has at least the start-up deadline. Of several policies, one calls at a time:
+        no deadline runs while the ranks work for another."""
         limit = seconds or self._seconds
-        answers = await ask_all(
-            calls, verb=verb, seconds=limit if verb in self._warm else max(limit, self._init_seconds)
-        )
+        named = {"policy": self.policy} if self.policy else {}
+        async with self._turn if self.policy else nullcontext():
+            ranks = zip(self._ranks.items(), each, strict=True)
+            calls = {name: getattr(rank, verb).call(*arguments, **named) for (name, rank), arguments in ranks}
+            answers = await ask_all(
+                calls, verb=verb, seconds=limit if verb in self._warm else max(limit, self._init_seconds)
+            )
         self._warm.add(verb)
         return answers
 
@@ -252,3 +260,13 @@ class ModelMesh:
         """Return one of the ranks' statistics, which differ in their times only."""
         ranks = {name: each.busy for name, each in zip(self._ranks, stats, strict=True)}
         return replace(max(stats, key=lambda each: each.seconds), ranks=ranks)
+
+
+class PolicyTrainers(ModelMesh):
+    """The trainer mesh as one of several policies sees it: each of its verbs names the policy."""
+
+    __slots__ = ("policy",)
+
+    def __init__(self, mesh: ModelMesh, policy: str) -> None:
+        self.__dict__ = mesh.__dict__  # all state is shared
+        self.policy = policy

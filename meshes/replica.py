@@ -111,11 +111,16 @@ class Replica:
         self.home, self.connections = f"{place} {self.host}" if how in FORCES_LINKS else place, []
 
     async def connect(
-        self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
+        self,
+        sources: Sequence[list[Source]],
+        sync: WeightSyncSection,
+        siblings: Sequence["Replica"],
+        seconds: float,
+        slot: int = 0,
     ) -> None:
-        """Give each rank its sources of weights, and the ranks of `siblings` with which it shares its reads."""
+        """Give each rank its sources of a slot's weights, and ranks of `siblings` with which it shares its reads."""
         copies = [[c.copy for each in siblings for c in each.connections[r : r + 1] if c.copy] for r in range(self.tp)]
-        each = ((own, sync, shared) for own, shared in zip(sources, copies, strict=True))
+        each = ((own, sync, shared, slot) for own, shared in zip(sources, copies, strict=True))
         self.connections = await self.scatter("connect", each, seconds)
 
     @property
@@ -125,19 +130,19 @@ class Replica:
         return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
     async def fetch_weights(
-        self, manifests: Sequence[list[Manifest]] | None, seconds: float, roster: Roster | None = None
+        self, manifests: Sequence[list[Manifest]] | None, seconds: float, roster: Roster | None = None, slot: int = 0
     ) -> list[ReaderCost]:
         """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch. With a
         roster it comes by broadcast."""
         seconds = self.patience(seconds)
         own = (roster and roster.of_reader(self.name, rank) for rank in range(self.tp))
-        each = zip(manifests or [[]] * self.tp, [seconds] * self.tp, own, strict=True)
+        each = zip(manifests or [[]] * self.tp, [seconds] * self.tp, own, [slot] * self.tp, strict=True)
         return await self.scatter("fetch_weights", each, seconds + GRACE_SECONDS)
 
-    async def switch_weights(self, version: int, seconds: float) -> ReaderCost:
-        """Write the fetched weights, verify them, and serve them as `version`. From then on the replica is warm."""
+    async def switch_weights(self, version: int, seconds: float, slot: int = 0) -> ReaderCost:
+        """Write a slot's fetched weights, verify them, and serve them as `version`. The replica is warm then."""
         seconds = self.patience(seconds)
-        cost = await self.head("switch", version, seconds, seconds=seconds)
+        cost = await self.head("switch", version, seconds, slot, seconds=seconds)
         self._warm = True
         return cost
 

@@ -23,6 +23,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
+from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.record.evaluation import ANSWERS
 from titan_rl.record.lines import encode, whole_lines
@@ -308,7 +309,9 @@ def refuse_folder(run: Path) -> None:
     if not run.is_dir():
         raise Refused(f"RUN: expected the dump folder of a run, found no folder {run}")
     if not in_use(run) and not any((run / name).exists() for name in ("config.toml", ROLLOUTS, ANSWERS)):
-        raise Refused(f"RUN: expected the dump folder of a run, found no config.toml in {run}")
+        policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/config.toml")))
+        hint = f"; its policies have folders: {policies}" if policies else ""
+        raise Refused(f"RUN: expected the dump folder of a run, found no config.toml in {run}{hint}")
 
 
 def without_rollouts(run: Path) -> str:

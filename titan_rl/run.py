@@ -112,32 +112,32 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
 
 def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
-    from titan_rl.preflight.describe import describe
-    from titan_rl.preflight.plan import prepare, settle
+    from titan_rl.preflight.plan import settle
+    from titan_rl.preflight.policies import described, prepared, settle_policies
     from titan_rl.preflight.sharding import checked_sharding
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock
 
-    config, device, gpus = invocation.config, invocation.device, invocation.gpus
+    config, device = invocation.config, invocation.device
     if invocation.scaled:
         terminal.note("\n  ".join(["--scale tiny changes", *invocation.scaled]))
     check_folder(config.job)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if servers is None:
-            setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
+            setup = prepared(invocation, scratch)
             sharded = checked_sharding(setup)
-            terminal.plan(describe(setup, invocation.warnings, sharded))
+            terminal.plan(described(setup, invocation.warnings, sharded))
             terminal.note("dry run: everything was checked, nothing was started")
             return DONE
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
         # None on CUDA: an import may initialize it, and then no process may fork.
         kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
         servers.keep(kinds)
-        setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
+        setup = prepared(invocation, scratch)
         if not setup.finished:
-            setup = settle(setup, lock)
-        terminal.plan(describe(setup, invocation.warnings))
+            setup = settle_policies(setup, lock, stack) if setup.policies else settle(setup, lock)
+        terminal.plan(described(setup, invocation.warnings))
         if setup.finished:
             terminal.note(
                 f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
@@ -153,10 +153,11 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
     import asyncio  # late: a Ctrl-C during the first imports prints a traceback
 
     from titan_rl.session import session
+    from titan_rl.session_of_policies import session_of_policies
     from titan_rl.wire.errors import RunError
 
     try:
-        finished = asyncio.run(session(setup, terminal))
+        finished = asyncio.run((session_of_policies if setup.policies else session)(setup, terminal))
     except RunError as error:
         terminal.error(str(error), error.details)
         terminal.note(resume_hint(setup))
@@ -176,6 +177,8 @@ def resume_hint(setup: "Setup") -> str:
     from titan_rl.record.run_folder import sound_resume
     from titan_rl.wire.errors import RunError
 
+    if setup.policies:
+        return "; ".join(f"{name}: {resume_hint(policy)}" for name, policy in setup.policies.items())
     try:
         checkpoint = str(sound_resume(setup.folder, setup.config, dry=True)[0])
     except RunError as error:

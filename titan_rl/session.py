@@ -20,7 +20,7 @@ from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
-from titan_rl.train.status import Scale, Status
+from titan_rl.train.status import UNSAVED, Scale, Status
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RunError
@@ -40,7 +40,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     control.question(status=status.answer)
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
     if not config.checkpoint.enable:
-        control.withhold("checkpoint", "pause", why="expected checkpoint.enable = true, found false: nothing is saved")
+        control.withhold("checkpoint", "pause", why=UNSAVED)
     folder_watch: asyncio.Task[None] | None = None
     folder_before = os.stat(folder)
     try:

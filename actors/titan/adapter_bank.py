@@ -27,14 +27,16 @@ class AdapterBank:
     def names(self) -> Iterable[str]:
         return {self.in_use, *self._values}
 
-    def add(self, name: str) -> None:
-        """Begin a policy, with adapters that are drawn from the run's seed and its name and change no output yet."""
+    def add(self, name: str, seed: int | None = None) -> None:
+        """Begin a policy, with adapters that change no output yet. They are drawn from `seed`, as in a run of one
+        policy, or else from the run's seed and the name."""
         if name in self.names:
             raise ValueError(f"expected the name of no policy, found {name}")
         self._model.reshard()
         self._put_away()
         self.in_use = name
-        lora.begin_adapters(self._model.model, derive(self._model.config.debug.seed, "policy", name) % 2**63)
+        own = derive(self._model.config.debug.seed, "policy", name) % 2**63
+        lora.begin_adapters(self._model.model, own if seed is None else seed)
 
     @torch.no_grad()
     def use(self, name: str) -> None:

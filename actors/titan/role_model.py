@@ -1,20 +1,25 @@
 """One role's model on one rank: the weights it starts from, the phase it is trained in, and weights lent to it.
 
 RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
-  ├─ Phase                                    trainer: "cold_start", then "rl"; critic: "rl"; frozen roles: none
-  ├─ FrozenWeights "reference", "teacher"     trainer only, for roles without a separate mesh
-  └─ AveragedWeights "average"                trainer only, of the policy in RL, with algorithm.teacher_weights
+  └─ Policy                                       one; trainer: also several, whose adapters an AdapterBank exchanges
+       ├─ Phase                                   trainer: "cold_start", then "rl"; critic: "rl"; frozen roles: none
+       ├─ FrozenWeights "reference", "teacher"    trainer only, for roles without a separate mesh
+       └─ AveragedWeights "average"               trainer only, of the policy in RL, with algorithm.teacher_weights
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from titan_rl.actors.titan import lora
+from titan_rl.actors.titan.adapter_bank import AdapterBank
 from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import AveragedWeights, FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.wire.checkpoint_sums import FOLDER
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
@@ -25,19 +30,68 @@ from titan_rl.wire.types import Batch, PhaseName, RoleName
 COLD_START_WARMUP_STEPS = 20
 
 
+@dataclass(slots=True)
+class Policy:
+    """What is trained on the model's parameters: all of it that is not in the parameters."""
+
+    config: Config
+    phase: Phase | None = None
+    phase_name: PhaseName = "rl"
+    lent: dict[str, FrozenWeights] = field(default_factory=dict)
+
+    def close(self) -> None:
+        if self.phase is not None:
+            self.phase.close()
+            self.phase = None
+
+
 class RoleModel(TitanModel):
-    def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
+    def __init__(
+        self,
+        role: RoleName,
+        config: Config,
+        shape: ModelShape,
+        parallelism: ParallelismSection,
+        policies: Mapping[str, Config] | None = None,
+    ) -> None:
+        """`policies`: the config of each, if the model has the adapters of several. `use` chooses one."""
         if role != "trainer":
             config = replace(config, lora=LoraSection())
         super().__init__(config, shape, parallelism)
         self.role: RoleName = role
-        self._lent: dict[str, FrozenWeights] = {}
-        self._phase: Phase | None = None
-        self._phase_name: PhaseName = "rl"
         if role == "trainer":
             self.begin()
         elif role != "critic":
             self.model.eval().requires_grad_(False)
+        self._policies = {"": Policy(config)}
+        self._bank: AdapterBank | None = None
+        if policies:
+            own = {name: resolved(each, self.device.type) for name, each in policies.items()}
+            self._policies = {name: Policy(each) for name, each in own.items()}
+            (first, each), *others = own.items()
+            lora.begin_adapters(self.model, each.debug.seed)
+            self._bank = AdapterBank(self, first)
+            for name, each in others:
+                self._bank.add(name, each.debug.seed)
+            self.config = self._policy.config
+
+    def use(self, policy: str) -> None:
+        """Choose the policy of the next verbs: its adapters with their gradients, its config and its phase. Verbs are
+        whole forwards, backwards and updates, so policies whose verbs interleave compute as if each were alone."""
+        assert self._bank is not None, "the model has one policy"
+        if policy != self._bank.in_use:
+            self._settle()
+            self._bank.use(policy)
+            self.config = self._policy.config
+
+    @property
+    def policy_name(self) -> str:
+        """Return the name of the policy in use; "" if there is only one."""
+        return self._bank.in_use if self._bank is not None else ""
+
+    @property
+    def _policy(self) -> Policy:
+        return self._policies[self.policy_name]
 
     def load_weights(self, folder: str, lent: str = "") -> None:
         """Read a Hugging Face folder into the model; or keep its weights next to the model's own, `lent` under a name
@@ -45,9 +99,9 @@ class RoleModel(TitanModel):
         if lent:
             self._settle()
             if lent == "reference" and self.config.lora.on:  # what RL begins with: no adapters, or the cold start's
-                self._lent[lent] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
+                self._policy.lent[lent] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
             else:
-                self._lent[lent] = FrozenWeights(self, folder)
+                self._policy.lent[lent] = FrozenWeights(self, folder)
             return
         self.close()
         head = True
@@ -59,24 +113,24 @@ class RoleModel(TitanModel):
 
     def begin_phase(self, name: PhaseName, at: int | SnapshotPart) -> TrainState:
         """Begin a phase on the current weights (at=0), or resume it from a checkpoint's step or from a snapshot."""
-        self.close()
+        self._policy.close()
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
         folder = FOLDER + inner
-        schedule, algorithm = schedule_of(self.role, self.config, name), self.config.algorithm
+        schedule, algorithm, policy = schedule_of(self.role, self.config, name), self.config.algorithm, self._policy
         entropy = average = None
         if self.role == "trainer" and name == "rl" and algorithm.kind == "rl":
             if algorithm.entropy_target > 0:
                 entropy = EntropyControl(algorithm)
             if algorithm.averages:
-                average = self._lent["average"] = AveragedWeights(self, algorithm.teacher_decay)
-        self._phase = Phase(self, schedule, folder=folder, at=at, entropy=entropy, average=average)
-        self._phase_name = name
-        return self._phase.state
+                average = policy.lent["average"] = AveragedWeights(self, algorithm.teacher_decay)
+        policy.phase = Phase(self, schedule, folder=folder, at=at, entropy=entropy, average=average)
+        policy.phase_name = name
+        return policy.phase.state
 
     @property
     def phase_step(self) -> tuple[PhaseName, int]:
         """The phase, and the steps taken in it: they identify the current weights."""
-        return self._phase_name, self.phase.state.step
+        return self._policy.phase_name, self.phase.state.step
 
     def step(self, batches: list[Batch]) -> StepStats:
         return self.phase.step(batches, self._objective)
@@ -86,7 +140,7 @@ class RoleModel(TitanModel):
 
     @property
     def _objective(self) -> Objective:
-        kind = "supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind
+        kind = "supervised" if self._policy.phase_name == "cold_start" else self.config.algorithm.kind
         objectives = Objectives(self, self.config, self.phase.entropy)
         return objectives.named("value" if self.role == "critic" else kind)
 
@@ -95,7 +149,7 @@ class RoleModel(TitanModel):
         of the weights if they are frozen, else 0."""
         if lent:
             self._settle()
-            with self._lent[lent].swapped_in():
+            with self._policy.lent[lent].swapped_in():
                 return self._scores(batch, temperature), 0 if lent == "average" else self.checksum()
         scores = self._scores(batch, temperature)
         if self.role in ("trainer", "critic"):
@@ -108,28 +162,27 @@ class RoleModel(TitanModel):
 
     def export(self, folder: str) -> None:
         self.write(folder)
-        if self._phase is not None:
-            self._phase.wait_for_saving()
+        if self._policy.phase is not None:
+            self._policy.phase.wait_for_saving()
 
     def unsound(self) -> list[str]:
         """Return the parameters of which this rank has a value that is not finite."""
         return [name for name, p in self.model.named_parameters() if not bool(torch.isfinite(local(p)).all())]
 
     def close(self) -> None:
-        if self._phase is not None:
-            self._phase.close()
-            self._phase = None
+        for policy in self._policies.values():
+            policy.close()
 
     def _settle(self) -> None:
         """Wait for a snapshot in progress: the weights are about to be exchanged in place."""
-        if self._phase is not None:
-            self._phase.settle()
+        if self._policy.phase is not None:
+            self._policy.phase.settle()
 
     @property
     def phase(self) -> Phase:
-        if self._phase is None:
+        if self._policy.phase is None:
             raise RuntimeError(f"the {self.role} has begun no phase: call begin_phase() before step() or save()")
-        return self._phase
+        return self._policy.phase
 
 
 def schedule_of(role: RoleName, config: Config, phase: PhaseName) -> Schedule:

@@ -4,6 +4,8 @@
     withdraw(ids) -> [Done, ...], whose unfinished samples another engine can resume
     params() <- written in place by a weight sync, between suspend() and set_version(v)
 
+With LoRA an engine may have several slots, one per policy: versions, salts and syncs are a slot's.
+
 Every sample of a request is a vLLM request with its own seed. Its tokens depend on its context, its seed and the
 weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are given equal requests
 and stepped together.
@@ -21,6 +23,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
@@ -65,6 +68,7 @@ class EngineSettings(GeneratorSection):
     records_routes: bool = False  # the experts of each token
     adapter_rank: int = 0  # every request uses an adapter of this rank (LoRA); 0: none
     adapted_layers: tuple[str, ...] = ()  # by Hugging Face's names
+    adapter_slots: int = 1  # policies, each with an adapter; a request names its slot
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
@@ -144,7 +148,7 @@ class Engine:
                 use_given_threads()
                 vllm_cpu.patch()
                 if settings.adapter_rank:
-                    vllm_cpu.apply_one_adapter()
+                    vllm_cpu.apply_adapters()
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings) | quantization_args(settings, on_cpu=on_cpu)
@@ -162,10 +166,10 @@ class Engine:
             args |= kept_tokens.engine_args(on_cpu=on_cpu)
         if settings.records_routes:
             args |= routed_tokens.engine_args(on_cpu=on_cpu)
-        self._adapter: Any = None  # LoRA: what makes a request use the adapter
+        self._adapters: list[Any] = []  # LoRA: what makes a request use the adapter in a slot
         if settings.adapter_rank:
-            self._adapter = vllm_adapter.request()
-            args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers)
+            self._adapters = [vllm_adapter.request(slot) for slot in range(settings.adapter_slots)]
+            args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers, settings.adapter_slots)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
@@ -178,10 +182,11 @@ class Engine:
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
-        self._salt = 0  # requests share keys and values in the prefix cache under equal salts only
-        self.version: int | None = None
+        slots = settings.adapter_slots
+        self._salts = [0] * slots  # requests share keys and values in the prefix cache under equal salts only
+        self.versions: list[int | None] = [None] * slots  # by slot; None: its weights are not known
         self.asleep = False
-        if self._adapter is not None:
+        if self._adapters:
             self._llm.apply_model(vllm_adapter.put_zeros)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
@@ -192,9 +197,22 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._open or self._ended)
 
+    @property
+    def version(self) -> int | None:
+        """Return the version of the first slot. Only a run of several policies has more."""
+        return self.versions[0]
+
+    @property
+    def serves(self) -> bool:
+        """Return True if there are weights to sample all open requests with. The first slot's syncs write the frozen
+        weights, too."""
+        wanted = {0} if None not in self.versions else {0, *(open.request.slot for open in self._open.values())}
+        return None not in (self.versions[slot] for slot in wanted)
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise unless there are weights to sample with, and the id of every request is unique."""
-        self._serving()
+        for slot in {request.slot for request in requests}:
+            self._serving(slot)
         ids = set(self._open)
         for request in requests:
             if request.id in ids:
@@ -227,7 +245,8 @@ class Engine:
 
     def _enqueue(self, open: OpenRequest, samples: Iterable[int]) -> None:
         """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
-        request, salt = open.request, str(self._salt)
+        request, salt = open.request, str(self._salts[open.request.slot])
+        adapter = self._adapters[request.slot] if self._adapters else None
         for i in samples:
             begun = open.samples[i].tokens
             id = open.unfinished[i] = str(next(self._ids))
@@ -235,7 +254,7 @@ class Engine:
             truncated_by = id if self._truncates else ""
             params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), truncated_by=truncated_by)
             prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
-            self._llm.add_request(id, prompt, params, lora_request=self._adapter)
+            self._llm.add_request(id, prompt, params, lora_request=adapter)
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Take samples out of vLLM."""
@@ -248,11 +267,12 @@ class Engine:
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
         that were refused."""
-        version = self._serving()
+        if not self.serves:
+            raise RuntimeError("expected a version of every policy with requests, found none of one")
         began = time.perf_counter()
         outputs = self._llm.step() if self._in_vllm and not self.asleep else []
         for output in outputs:
-            self._extend(output, version)
+            self._extend(output)
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
         self._stats.max_batch = max(self._stats.max_batch, len(outputs))
@@ -269,10 +289,11 @@ class Engine:
         self._drop([sample for open in opened for sample in open.unfinished.values()])
         return [Done(open.request.id, open.samples) for open in opened]
 
-    def params(self) -> "dict[str, Tensor]":
-        """Return the live parameters, and the adapter, to be overwritten in place between suspend and set_version."""
-        if self._adapter is not None:
-            (tensors,) = self._llm.apply_model(vllm_adapter.live_tensors)
+    def params(self, slot: int = 0) -> "dict[str, Tensor]":
+        """Return the live parameters, and the adapter in a slot, to be overwritten in place between suspend and
+        set_version."""
+        if self._adapters:
+            (tensors,) = self._llm.apply_model(partial(vllm_adapter.live_tensors, slot=slot))
             return tensors
         (parameters,) = self._llm.apply_model(lambda model: dict(model.named_parameters()))
         return {name: parameter.detach() for name, parameter in parameters.items()}
@@ -298,53 +319,64 @@ class Engine:
             if lost := [name for name, sum in self._buffers.items() if sums[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
-        if self.asleep and self.offloads and self._adapter is not None:
+        if self.asleep and self.offloads and self._adapters:
             self._llm.apply_model(vllm_adapter.put_zeros)
         self.asleep = False
 
-    def suspend(self) -> None:
-        """Refuse to sample until set_version, because the parameters are about to change."""
-        self.version = None
+    def suspend(self, slot: int = 0) -> None:
+        """Refuse to sample with a slot until set_version, because its parameters are about to change."""
+        self.versions[slot] = None
 
-    def set_version(self, version: int, *, keep: bool = False) -> None:
-        """Serve the weights as `version`. No request that is added later reads keys and values of older weights.
+    def set_version(self, version: int, *, keep: bool = False, slot: int = 0) -> None:
+        """Serve a slot's weights as `version`. No request that is added later reads keys and values of older weights.
 
         By default the keys and values of unfinished samples are dropped too, and recomputed by the next step. With
-        `keep` samples continue with them, at no cost; only samples without a token start again."""
-        if self._adapter is not None:
-            self._llm.apply_model(vllm_adapter.check_slot)
-        if keep:
-            self._salt += 1
-            fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]
-            self._drop([open.unfinished[i] for open, samples in fresh for i in samples])
-            for open, samples in fresh:
+        `keep` samples continue with them, at no cost; only samples without a token start again. With
+        several slots, samples of the others are not touched, and this slot's are resumed as after another engine."""
+        if self._adapters:
+            self._llm.apply_model(vllm_adapter.check_slots)
+        opened = [open for open in self._open.values() if open.request.slot == slot]
+        if not keep:
+            self._stats.recomputed += sum(open.cached(self._block) for open in opened)
+        if keep or len(self.versions) > 1:
+            self._salts[slot] += 1
+            again = [(open, sorted({*open.unfinished} & open.fresh if keep else open.unfinished)) for open in opened]
+            self._drop([open.unfinished[i] for open, samples in again for i in samples])
+            for open, samples in again:
                 self._enqueue(open, samples)
         else:
-            self._stats.recomputed += sum(open.cached(self._block) for open in self._open.values())
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        self.version = version
+        self.versions[slot] = version
 
     def fingerprint(self) -> dict[str, str]:
-        return _sums(self.params().items())
+        """Return the SHA-256 of every live parameter, and of each slot's adapter."""
+        sums = _sums(self.params().items())
+        for slot in range(1, len(self.versions)):
+            adapters = [(n, tensor) for n, tensor in self.params(slot).items() if ".lora_" in n]
+            sums |= _sums(adapters)
+        return sums
 
     def stats(self) -> EngineStats:
         return replace(self._stats)
 
-    def _serving(self) -> int:
-        if self.version is None:
+    def _serving(self, slot: int) -> int:
+        if not 0 <= slot < len(self.versions):
+            raise ValueError(f"expected a slot below {len(self.versions)}, found {slot}")
+        if (version := self.versions[slot]) is None:
             raise RuntimeError("expected a policy version, found none: sync weights before sampling")
-        return self.version
+        return version
 
     def _end(self, id: str) -> None:
         """End a request if its last sample has finished."""
         if not self._open[id].unfinished:
             self._ended.append(Done(id, self._open.pop(id).samples))
 
-    def _extend(self, output: "RequestOutput", version: int) -> None:
+    def _extend(self, output: "RequestOutput") -> None:
         """Append what a step sampled for one sample."""
         from vllm.logprobs import FlatLogprobs
 
         open, index = self._in_vllm[output.request_id]
+        version = self._serving(open.request.slot)
         sample, (delta,) = open.samples[index], output.outputs
         count = len(delta.token_ids)
         if index not in open.prefills:

@@ -50,8 +50,8 @@ class Decision:
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
     withdrawn: list[str] = field(default_factory=list)  # ids of requests that leave it
-    version: int | None = None  # the fetched weights become this version
-    timeout: float = 0.0  # seconds to fetch damaged blocks again
+    switches: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By slot: the version that its fetched weights become, and the seconds to fetch damaged blocks again."""
     sleep: bool = False  # leave the devices to the trainers until the next switch
     close: bool = False
 
@@ -63,11 +63,11 @@ class Generator(Actor):
         self._next = Decision()  # rank 0's, collected until the engine is between steps
         self._wake = asyncio.Event()  # set when there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
-        self._switched: asyncio.Future[ReaderCost] | None = None
+        self._switched: dict[int, asyncio.Future[ReaderCost]] = {}  # by slot
         self._slept: asyncio.Future[None] | None = None
-        self._landing: Any = None  # a Landing, once connected
+        self._landings: dict[int, Any] = {}  # by slot: a Landing, once connected
         self._in_flight = "swap"  # weight_sync.in_flight
-        self._reported = EngineStats()  # the engine's, up to the last switch
+        self._reported: dict[int, EngineStats] = {}  # the engine's, up to each slot's last switch
         self._sampling = Stretch(span, "sampling", self._sampled)
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
@@ -114,40 +114,40 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def connect(
-        self, sources: list[Source], sync: WeightSyncSection, siblings: Sequence[HostCopy] = ()
+        self, sources: list[Source], sync: WeightSyncSection, siblings: Sequence[HostCopy] = (), slot: int = 0
     ) -> Connection:
-        """Connect this rank to the sources of its weights. What it reads from other hosts it shares with a sibling on
-        its own host, if there is one, or it allocates the memory for them."""
+        """Connect this rank to the sources of a slot's weights. What it reads from other hosts it shares with a sibling
+        on its own host, if there is one, or it allocates the memory for them."""
         from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
-        if getattr(self, "_landing", None) is not None:
-            self._landing.leave()
-            self._landing = None  # unmaps and unpins what lost trainers packed, before as much again is pinned
+        if (landing := self._landings.pop(slot, None)) is not None:
+            landing.leave()
+            del landing  # unmaps and unpins what lost trainers packed, before as much again is pinned
         with quiet_rdma():
             name = f"generator rank {self._rank}"
             quantization = self._settings.quantization
-            self._landing = Landing(self._engine.params(), sources, sync, name, siblings, quantization)
-        self._in_flight = sync.in_flight
-        return self._landing.connection
+            landing = Landing(self._engine.params(slot), sources, sync, name, siblings, quantization)
+        self._landings[slot], self._in_flight = landing, sync.in_flight
+        return landing.connection
 
     @concurrent_endpoint
     async def fetch_weights(
-        self, manifests: list[Manifest], timeout: float, gathering: Gathering | None = None
+        self, manifests: list[Manifest], timeout: float, gathering: Gathering | None = None, slot: int = 0
     ) -> ReaderCost:
-        """Fetch this rank's weights while sampling continues."""
+        """Fetch a slot's weights for this rank while sampling continues."""
         with span("read", lane="weights"):
-            return await self._landing.fetch_weights(manifests, timeout, gathering)
+            return await self._landings[slot].fetch_weights(manifests, timeout, gathering)
 
     @concurrent_endpoint
-    async def switch(self, version: int, timeout: float) -> ReaderCost:
+    async def switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:
         """Rank 0, once every rank has fetched. All ranks write the fetched weights between the same two steps, verify
         them, and serve them as `version`; or this raises, and they serve nothing. Returns the slowest rank's seconds.
         """
-        self._switched = asyncio.get_running_loop().create_future()
-        self._next.version, self._next.timeout = version, timeout
+        self._switched[slot] = asyncio.get_running_loop().create_future()
+        self._next.switches[slot] = version, timeout
         self._wake.set()
-        return await self._or_end(self._switched)
+        return await self._or_end(self._switched[slot])
 
     @concurrent_endpoint
     async def sleep(self) -> tuple[int, int]:
@@ -182,10 +182,10 @@ class Generator(Actor):
     async def _run(self) -> None:
         with _fatal():
             while not (decision := await self._decide()).close:
-                if decision.version is not None:
+                for slot, (version, timeout) in decision.switches.items():
                     self._sampling.cut()
-                    with span("switch", version=decision.version):
-                        await self._switch(decision.version, decision.timeout)
+                    with span("switch", version=version):
+                        await self._switch(slot, version, timeout)
                     await asyncio.sleep(0)  # answer before the next step, which may recompute a great deal
                 if decision.requests:
                     with self._sampling:
@@ -194,8 +194,8 @@ class Generator(Actor):
                     self._answer(self._engine.withdraw(decision.withdrawn))
                 if decision.sleep:
                     self._engine.sleep()
-                    if self._engine.offloads and self._landing is not None:
-                        self._landing.forget()
+                    for landing in self._landings.values() if self._engine.offloads else ():
+                        landing.forget()
                     if self._slept is not None and not self._slept.done():
                         self._slept.set_result(None)
                 if self._samples:
@@ -216,7 +216,7 @@ class Generator(Actor):
     @property
     def _samples(self) -> bool:
         """True if there is something to sample, and weights to sample it with."""
-        return self._engine.busy and self._engine.version is not None and not self._engine.asleep
+        return self._engine.busy and self._engine.serves and not self._engine.asleep
 
     def _sampled(self) -> dict[str, int]:
         stats = self._engine.stats()
@@ -241,20 +241,20 @@ class Generator(Actor):
     def _due(self) -> Decision:
         """Return the collected decision. A switch that drains waits for the running requests, also for requests that
         another replica began; new requests wait for the switch."""
-        if self._next.version is not None and self._in_flight == "drain" and self._samples and not self._next.close:
+        if self._next.switches and self._in_flight == "drain" and self._samples and not self._next.close:
             due = Decision(requests=[request for request in self._next.requests if request.begun])
             self._next.requests = [request for request in self._next.requests if not request.begun]
             return due
         due, self._next = self._next, Decision()
         return due
 
-    async def _switch(self, version: int, timeout: float) -> None:
+    async def _switch(self, slot: int, version: int, timeout: float) -> None:
         began = time.perf_counter()
         self._engine.wake()
-        self._engine.suspend()
+        self._engine.suspend(slot)
         landing = span.now()
         try:
-            written: ReaderCost = await self._landing.write_weights(timeout)
+            written: ReaderCost = await self._landings[slot].write_weights(timeout)
             span.parts(landing, write=written.write, verify=written.verify)
             outcome: ReaderCost | WeightsRefused = written
         except WeightsRefused as error:
@@ -262,18 +262,19 @@ class Generator(Actor):
         outcomes = self._gather(outcome)
         refusal = next((outcome for outcome in outcomes if isinstance(outcome, WeightsRefused)), None)
         if refusal is None:
-            self._engine.set_version(version, keep=self._in_flight == "keep")
-        if self._switched is None or self._switched.done():  # another rank answers, or the caller gave up
+            self._engine.set_version(version, keep=self._in_flight == "keep", slot=slot)
+        switched = self._switched.get(slot)
+        if switched is None or switched.done():  # another rank answers, or the caller gave up
             return
         if refusal is not None:
-            self._switched.set_exception(refusal)
+            switched.set_exception(refusal)
             return
         costs = [outcome for outcome in outcomes if isinstance(outcome, ReaderCost)]
         now = self._engine.stats()
-        engine, self._reported = now.since(self._reported), now
+        engine, self._reported[slot] = now.since(self._reported.get(slot, EngineStats())), now
         write, verify = max(cost.write for cost in costs), max(cost.verify for cost in costs)
         pause, remote = time.perf_counter() - began, sum(cost.remote for cost in costs)
-        self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, remote=remote, engine=engine))
+        switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, remote=remote, engine=engine))
 
     def _gather(self, outcome: T) -> list[T]:
         """Return every rank's outcome, on every rank."""

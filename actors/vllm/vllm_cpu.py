@@ -112,8 +112,8 @@ def keep_expert_weights() -> None:
     patched._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
 
 
-def apply_one_adapter() -> None:
-    """Make adapted layers multiply all tokens by the one adapter's A and B.
+def apply_adapters() -> None:
+    """Make adapted layers multiply the tokens of each slot by A and B of its adapter.
 
     vLLM copies A and B for every token, to serve several adapters: memory grows with tokens x rank x width.
     """
@@ -130,9 +130,19 @@ def apply_one_adapter() -> None:
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        parts = y.split(output_slices, dim=-1)
-        for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-            part += linear(linear(x, a[0, 0]), b[0, 0])
+        parts = [*zip(y.split(output_slices, dim=-1), lora_a_stacked, lora_b_stacked, strict=True)]
+        slots = self.token_lora_indices
+        if len(lora_a_stacked[0]) == 1 or bool((slots == slots[0]).all()):
+            slot = 0 if len(lora_a_stacked[0]) == 1 else int(slots[0])
+            for part, a, b in parts:
+                part += linear(linear(x, a[slot, 0]), b[slot, 0])
+            return
+        if x.shape[:-1] != slots.shape:
+            raise RuntimeError(f"expected a slot for each of {x.shape[:-1].numel()} tokens, found {len(slots)}")
+        for slot in slots.unique().tolist():
+            rows = (slots == slot).nonzero().squeeze(1)
+            for part, a, b in parts:
+                part.index_add_(0, rows, linear(linear(x[rows], a[slot, 0]), b[slot, 0]))
 
     patched: Any = PunicaWrapperCPU
     patched.add_lora_linear = apply

@@ -4,14 +4,14 @@ vLLM fuses q, k and v, and gate and up, stacks experts, pads embeddings, and cut
 ranks. The adapters of a fused layer stay apart (vllm_adapter.py).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import LoraSection
 from titan_rl.wire.adapters import LAYERS, adapter_names, targets
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Piece
+from titan_rl.wire.weight_plan import Piece, is_adapter
 
 W13, W2 = "routed_experts.w13_weight", "routed_experts.w2_weight"  # [E, 2F, D], [E, D, F]
 W13_BIAS, W2_BIAS = "routed_experts.w13_bias", "routed_experts.w2_bias"  # [E, 2F], [E, D]
@@ -34,6 +34,16 @@ def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = 
                 result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
             dst_row0 += part.height
     return result
+
+
+def adapters_in(slot: int, pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the adapters among the pieces, as those of a further policy's slot. Their names have the slot, so that a
+    reader refuses what another policy's trainers have packed."""
+    return [replace(piece, param=in_slot(slot, piece.param)) for piece in pieces if is_adapter(piece.name)]
+
+
+def in_slot(slot: int, param: str) -> str:
+    return f"{param}@{slot}" if slot else param
 
 
 def adapted(shape: ModelShape, lora: LoraSection) -> list[str]:

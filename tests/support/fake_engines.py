@@ -65,7 +65,7 @@ class FakeEngine:
     async def do_place(self) -> str:
         return "here"
 
-    async def do_connect(self, sources: Any, sync: Any, siblings: Sequence[HostCopy]) -> Connection:
+    async def do_connect(self, sources: Any, sync: Any, siblings: Sequence[HostCopy], slot: int = 0) -> Connection:
         self.connected.append(sources)
         return Connection(["shared memory"], None)
 
@@ -84,10 +84,10 @@ class FakeEngine:
         except TimeoutError:
             return []
 
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any) -> ReaderCost:
+    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
         return ReaderCost(blocks=1)
 
-    async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+    async def do_switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:
         await self.steps.wait()
         return ReaderCost()
 

@@ -212,6 +212,6 @@ def check_an_engine_without_its_adapter_serves_nothing(trainer: Trainer) -> None
 
     trainer.serve(1)
     trainer.engine._llm.apply_model(lambda model: model.lora_manager.remove_all_adapters())
-    with pytest.raises(RuntimeError, match="expected adapter 1 in vLLM's only slot, found"):
+    with pytest.raises(RuntimeError, match="expected adapters 1 to 1 in vLLM's slots, in order, found"):
         trainer.engine.set_version(2)
     trainer.engine._llm.apply_model(vllm_adapter.put_zeros)

@@ -25,6 +25,7 @@ import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import VALUES, foreign_hint
+from titan_rl.config.policies import NAME, POLICIES, of_flags, own_tables, shared
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED, Renamed
 from titan_rl.config.sections import Config
@@ -198,13 +199,15 @@ def load(
     gpus: bool = False,
     of_run: bool = False,
     notes: list[str] | None = None,
+    policy: str = "",
 ) -> Config:
     """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20"). A file
     that names no job.dump_folder writes to outputs/NAME, its own name.
 
     gpus: this machine has some, which decides keys of a preset (presets.py). of_run: the file is in a run's folder, and
     may be of an earlier version: its removed keys have no effect. notes: gets a line for each key without an effect,
-    and for each renamed key of a file of the user's.
+    and for each renamed key of a file of the user's. policy: return the config of one of the file's policies
+    (policies.py), whose own keys win; without a name, what they share.
     """
     problems: list[str] = []
     ignored: list[str] = []
@@ -225,8 +228,11 @@ def load(
             return None
         return os.path.expanduser(value) if f"{section}.{name}" in PATHS and value.startswith("~") else value
 
-    def put(section: str, name: str, value: Any, label: str, *, text: bool = False) -> bool:
-        """Take a value, or a flag's text. Return False if there is no such key."""
+    def put(section: str, name: str, value: Any, label: str, *, text: bool = False, own: bool = False) -> bool:
+        """Take a value, or a flag's text. Return False if there is no such key. `own`: the policy's alone."""
+        if own and name in schema().get(section, {}) and shared(section, name):
+            problems.append(f"{label}: all policies of a run share this key: set it in [{section}]")
+            return True
         new, removed = RENAMED.get(f"{section}.{name}"), REMOVED.get(f"{section}.{name}")
         like, _, of = (new.like if new else f"{section}.{name}").partition(".")
         if key := schema().get(like, {}).get(of):
@@ -243,8 +249,12 @@ def load(
             ignored.append(f"{section}.{name} = {_shown(value)}, of an earlier version, has no effect")
         return bool(key or removed)
 
-    names_folder = any(flag == "job.dump_folder" for flag, _ in overrides)
+    flags, of_policy = of_flags(overrides, ""), list[tuple[str, str, dict[str, Any]]]()
+    names_folder = any(flag == "job.dump_folder" for flag, _ in flags)
     for file, section, table in _tables(path, problems):
+        if section == POLICIES and not of_run:
+            of_policy += own_tables(file, table, policy, problems)
+            continue
         if section not in (schema() | REMOVED_SECTIONS) or not isinstance(table, dict):
             problems.append(f"{file}: {_misplaced(section, table)}")
             continue
@@ -252,12 +262,20 @@ def load(
         for name, value in table.items():
             if not put(section, name, value, f"{file}: [{section}] {name}"):
                 problems.append(f"{file}: {_unknown(section, name)}")
-    for flag, text in overrides:
-        section, _, name = flag.partition(".")
-        if not put(section, name, text, f"--{flag}", text=True):
-            problems.append(f"--{flag}: {_unknown(section, name)}")
+    for label, section, table in of_policy:
+        for name, value in table.items():
+            if not put(section, name, value, f"{label} {name}", own=True):
+                problems.append(f"{label}: {_unknown(section, name)}")
+    for own, given in ((False, flags), (True, of_flags(overrides, policy) if policy else [])):
+        for flag, text in given:
+            section, _, name = flag.partition(".")
+            label = f"--{POLICIES}.{policy}.{flag}" if own else f"--{flag}"
+            if not put(section, name, text, label, text=True, own=own):
+                problems.append(f"{label}: {_unknown(section, name)}")
     if not names_folder:  # a base's folder belongs to another experiment
         values["job"]["dump_folder"] = f"./outputs/{path.stem}"
+    if policy:
+        values["job"]["dump_folder"] = f"{values['job']['dump_folder']}/{POLICIES}/{policy}"
     if problems:
         raise ConfigError(problems)
     if notes is not None:
@@ -268,6 +286,26 @@ def load(
     own = values.pop("algorithm", {})
     config = Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
     return replace(config, algorithm=algorithm_of(own, config, gpus=gpus))
+
+
+def policies_of(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Return the names of a file's policies, in order; none if it trains one policy. A file that cannot be read has
+    none: `load` refuses it."""
+    tables = [table for _, section, table in _tables(path, []) if section == POLICIES and isinstance(table, dict)]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    flags = [flag for flag, _ in overrides if flag.startswith(f"{POLICIES}.")]
+    problems = [
+        f"[{POLICIES}.{name}]: expected a name of letters a to z, digits and _"
+        for name in names
+        if not NAME.fullmatch(name)
+    ]
+    for flag in flags:
+        _, _, rest = flag.partition(".")
+        if (name := rest.partition(".")[0]) not in names:
+            problems.append(f"--{flag}: the config has no policy {name!r}{did_you_mean(name, names)}")
+    if problems:
+        raise ConfigError(problems)
+    return names
 
 
 def load_of_run(folder: Path, overrides: Sequence[tuple[str, str]] = (), notes: list[str] | None = None) -> Config:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.config import toml as config_file
+from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import as_toml, did_you_mean, schema
 from titan_rl.preflight.refusal import print_names, refuse
 from titan_rl.record.plan_view import print_trimmed
@@ -98,6 +99,9 @@ def print_help(argv: Sequence[str]) -> None:
     table.add_column(no_wrap=True)
     for section in schema():
         table.add_row(Text(f"[{section}]", style="bold cyan"), SECTIONS[section])
+    table.add_row(
+        Text(f"[{POLICIES}.NAME.SECTION]", style="bold cyan"), "keys of one of several policies (docs/models.md)"
+    )
     console.file.write("\nsections of the TOML:\n")
     print_trimmed(console, table)
     console.file.write(f"\n{command_of('run')} --help optimizer lists the keys of a section, --help all every key.\n")

@@ -5,7 +5,7 @@ import difflib
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,6 +34,7 @@ class Invocation:
     config_name: str
     config: Config
     dry_run: bool
+    policies: Mapping[str, Config] = field(default_factory=dict)  # [policies]; then `config` is the shared part
     gpus: Gpus = NO_GPUS
     problems: tuple[str, ...] = ()  # found in the command line
     warnings: tuple[str, ...] = ()
@@ -67,16 +68,21 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         print_help(argv)
         raise SystemExit(0)
     arguments, gpus, scaled, notes = read(argv), found_gpus(), list[str](), list[str]()
+    policies = dict[str, Config]()
     try:
         path = config_file.find(arguments.config)
         config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0, notes=notes)
+        for name in config_file.policies_of(path, arguments.overrides):
+            policies[name] = config_file.load(path, arguments.overrides, gpus=gpus.count > 0, policy=name)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
     if arguments.scale == TINY:
-        models = stand_ins(config, arguments.dry_run and not submits)
-        config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, models)
+        models, keys = stand_ins(config, arguments.dry_run and not submits), {key for key, _ in arguments.overrides}
+        config, scaled = shrunk(config, keys, models)
+        policies = {name: shrunk(each, keys, models)[0] for name, each in policies.items()}
     try:
         config = with_models(config)  # no model that --scale has replaced
+        policies = {name: with_models(each) for name, each in policies.items()}
     except FetchFailed as error:
         refuse(arguments.config, [str(error)])
     away = config.hosts.at_addresses and config.hosts.device == "cuda"  # the workers' hosts have GPUs
@@ -88,6 +94,7 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         config_name=path.stem,
         config=config,
         dry_run=arguments.dry_run,
+        policies=policies,
         gpus=gpus,
         problems=tuple(arguments.problems),
         warnings=tuple(notes),

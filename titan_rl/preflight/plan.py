@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titan_rl.config.auto import on_device
@@ -68,6 +68,8 @@ class Setup:
     judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
+    policies: "Mapping[str, Setup]" = field(default_factory=dict)
+    """Of a run of several policies: each, in the order of the engines' slots. The rest is then the meshes'."""
 
     @property
     def policy(self) -> Policy:
@@ -84,6 +86,8 @@ class Setup:
     @property
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
+        if self.policies:
+            return all(policy.finished for policy in self.policies.values())
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
         return trained and (self.folder / "hf").exists() and not export_damage(self.folder / "hf")
 

@@ -96,6 +96,8 @@ class Terminal:
     than two short lines within REFRESH seconds can reach the status line, and then leave one remnant of it.
     """
 
+    prefix = ""  # begins its lines, see PolicyTerminal
+
     def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
         self._console = console or open_console(sys.stdout)
         self._errors = errors or open_console(sys.stderr)
@@ -112,19 +114,23 @@ class Terminal:
     def width(self) -> int:
         return self._console.width
 
+    def of(self, policy: str) -> "Terminal":
+        """Return a terminal of one of several policies, whose name is before its lines."""
+        return PolicyTerminal(self, policy)
+
     def plan(self, plan: RunPlan) -> None:
         self._print(plan_view(plan))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a part of the start-up while the body runs. Phases can nest, and run concurrently in several tasks."""
-        with self._under_way(Activity(name)):
+        with self._under_way(Activity(self.prefix + name)):
             yield
 
     @contextmanager
     def progress(self, name: str, total: int, done: int = 0) -> Iterator[Progress]:
         """Show progress while the body runs. An earlier process already did `done` of `total`."""
-        activity = Activity(name, total, done, before=done)
+        activity = Activity(self.prefix + name, total, done, before=done)
         with self._under_way(activity):
             yield Progress(self, activity)
 
@@ -134,22 +140,28 @@ class Terminal:
         self._step_times.append((step, now))
         (first, began), made = self._step_times[0], len(self._step_times) > 1
         each = (now - began) / max(1, step - first) if made else metrics["time/step"]
-        cells = fitting(step_cells(step, total, metrics, left=each * (total - step)), self._console.width)
-        lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
+        width, prefix = self._console.width - len(self.prefix), Text(self.prefix)
+        cells = fitting(step_cells(step, total, metrics, left=each * (total - step)), width)
+        lines = [Text.assemble(prefix, *((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
         if self._steps % HEADER_EVERY == 0:
-            self.plain(f"  … {clock()}  step {step} of {total}")
-            lines.insert(0, Text("".join(f"{cell.head:>{cell.width}}" for cell in cells), "dim"))
+            self.plain(f"  … {clock()}  {self.prefix}step {step} of {total}")
+            heads = "".join(f"{cell.head:>{cell.width}}" for cell in cells)
+            lines.insert(0, Text(f"{'':<{len(self.prefix)}}{heads}", "dim"))
         self._steps += 1
         self._print(*lines, no_wrap=True, overflow="crop")
 
     def eval(self, label: str, score: float, n: int) -> None:
-        self._print(Text.assemble(f"  {label}  ", (f"{score:.3f}", "bold green"), f"  over {counted(n, 'problem')}"))
+        self._print(
+            Text.assemble(
+                f"  {self.prefix}{label}  ", (f"{score:.3f}", "bold green"), f"  over {counted(n, 'problem')}"
+            )
+        )
 
     def note(self, text: str) -> None:
-        self._print(*self._indented(Text(text)), soft_wrap=True)
+        self._print(*self._indented(Text(self.prefix + text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self._print(*self._indented(Text.assemble(("warning  ", "yellow"), text)), soft_wrap=True)
+        self._print(*self._indented(Text.assemble(("warning  ", "yellow"), self.prefix, text)), soft_wrap=True)
 
     def _indented(self, text: Text) -> list[Text]:
         """Return the lines of a text. A terminal would wrap inside words; a log keeps whole lines, for grep."""
@@ -177,7 +189,7 @@ class Terminal:
         hints: Sequence[str],
     ) -> None:
         """Print the end of a run. `samples` are lines; none: no step ran."""
-        title = f"finished: {summary['steps']} steps in {duration(summary['wall_seconds'])}"
+        title = f"{self.prefix}finished: {summary['steps']} steps in {duration(summary['wall_seconds'])}"
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
@@ -255,6 +267,16 @@ class Terminal:
     def _write(self, text: str) -> None:
         self._console.file.write(text)
         self._console.file.flush()
+
+
+class PolicyTerminal(Terminal):
+    """The terminal as one of several policies prints to it."""
+
+    __slots__ = ("_step_times", "_steps", "prefix")
+
+    def __init__(self, terminal: Terminal, policy: str) -> None:
+        self.__dict__ = terminal.__dict__  # all other state is shared
+        self.prefix, self._steps, self._step_times = f"{policy}: ", 0, deque(maxlen=HEADER_EVERY)
 
 
 class Cell(NamedTuple):

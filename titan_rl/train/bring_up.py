@@ -78,6 +78,11 @@ class Meshes:
             await self.trainers.kill()
             await self.generators.settled()
 
+    def of(self, policy: str, slot: int) -> "Meshes":
+        """Return the meshes as one of several policies sees them."""
+        generators = self.generators and self.generators.of(policy, slot)
+        return replace(self, trainers=self.trainers.of(policy), generators=generators)
+
     def named(self, name: str) -> ModelMesh | None:
         """Return a mesh that is respawned as a whole; the generator mesh replaces its replicas itself."""
         return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
@@ -155,7 +160,9 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
             env = {PLANNED: setup.device, **_allocator_env(setup)}
-            mesh = ModelMesh(partial(rank_places.of_model, role), role, config, shapes.get(role, setup.shape), env)
+            policies = {name: policy.resolved for name, policy in setup.policies.items()} if role == "trainer" else {}
+            places, shape = partial(rank_places.of_model, role), shapes.get(role, setup.shape)
+            mesh = ModelMesh(places, role, config, shape, env, policies)
             await mesh.start()
         return mesh
 
@@ -266,6 +273,7 @@ async def _generators(
         records_routes=config.algorithm.routing_replay and not loaded,
         adapter_rank=lora.rank if lora else 0,
         adapted_layers=tuple(adapted(setup.shape, lora)) if lora else (),
+        adapter_slots=max(1, len(setup.policies)),
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):

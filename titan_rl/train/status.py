@@ -14,6 +14,7 @@ from titan_rl.train.bring_up import Meshes
 from titan_rl.train.stop import Stop
 from titan_rl.wire.gpus import visible_gpus
 
+UNSAVED = "expected checkpoint.enable = true, found false: nothing is saved"  # why a run cannot be paused
 STANDING = ("watch", "take")  # calls that stay open while a replica serves
 
 

@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from titan_rl.control.server import RequestRefused
@@ -23,12 +23,62 @@ T = TypeVar("T")
 SAME_SECONDS = 0.25  # signals closer than this are one request: a wrapper forwards the signal that the terminal sent
 
 
+class Stops:
+    """The stops of several policies of one process. A signal is for each of them."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        """Before there are any, a signal cancels `task`, which starts the meshes."""
+        self.each: list[Stop] = []
+        self._task, self._cancelled = task, math.inf  # when, in the loop's time
+        listen(self._on_signal)
+
+    @property
+    def requested(self) -> bool:
+        return any(stop.requested for stop in self.each)
+
+    @property
+    def given_up(self) -> bool:
+        return any(stop.given_up for stop in self.each)
+
+    async def leave(self) -> dict[str, str]:
+        """Stop all policies after their current steps, however long those take."""
+        if not self.each:
+            self._task.cancel()
+        for stop in self.each:
+            await stop.leave()
+        return {"state": "stopping"}
+
+    def _on_signal(self, number: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self.each and now - self._cancelled > SAME_SECONDS:
+            os._exit(128 + number)
+        if not self.each:
+            self._cancelled = now
+            self._task.cancel()
+        for stop in self.each:
+            stop.on_signal(number)
+
+
+def listen(on_signal: Callable[[int], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+
 class Stop:
     """Signals and requests, as the loop sees them: `for step in steps(...)`, `in_time(work)`, `saves()`,
     `saved(step)`."""
 
-    def __init__(self, task: asyncio.Task[Any], clock: Clock, terminal: Terminal, grace: float = 25.0) -> None:
-        """After the first signal, `task` has saved and ended within `grace` seconds, if saving is fast enough."""
+    def __init__(
+        self,
+        task: asyncio.Task[Any],
+        clock: Clock,
+        terminal: Terminal,
+        grace: float = 25.0,
+        stops: Stops | None = None,
+    ) -> None:
+        """After the first signal, `task` has saved and ended within `grace` seconds, if saving is fast enough. With
+        `stops`, of all policies of this process, signals go there."""
         self.requested = False
         self.save_seconds: float | None = None  # duration of the last save
         self.given_up = False  # the grace is over, except for what a save needs
@@ -45,9 +95,10 @@ class Stop:
         self._last = 0
         self._saved: int | None = None
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-                self._loop.add_signal_handler(number, self._on_signal, number)
+        if stops is None:
+            listen(self.on_signal)
+        else:
+            stops.each.append(self)
 
     # -- called by the loop -----------------------------------------------------------------------------------
 
@@ -166,7 +217,7 @@ class Stop:
         """Mark the run as finished: later signals have no effect."""
         self._ended = True
 
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         now = self._loop.time()
         if self._signalled < math.inf:
             if number != signal.SIGHUP and now - self._signalled > SAME_SECONDS:

@@ -12,13 +12,13 @@ while readers are still busy with n.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from titan_rl.actors.vllm.vllm_params import pieces
+from titan_rl.actors.vllm.vllm_params import adapters_in, pieces
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import REFUSED
@@ -31,7 +31,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.rosters import Roster
 from titan_rl.wire.spans import Clock, span
-from titan_rl.wire.weight_plan import WeightPlan, plan
+from titan_rl.wire.weight_plan import WeightPlan, is_adapter, plan
 from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
@@ -110,8 +110,17 @@ class WeightSync:
     """Plans and connects (`connect`), then makes the generators serve the trainers' weights (`sync`)."""
 
     def __init__(
-        self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock, warn: Callable[[str], None] = lambda _: None
+        self,
+        trainers: ModelMesh,
+        generators: GeneratorMesh,
+        clock: Clock,
+        warn: Callable[[str], None] = lambda _: None,
+        beside: "Sequence[WeightSync]" = (),
     ) -> None:
+        """Of several policies, `beside` are the syncs of the policies before this one, the first of which also moves
+        the frozen weights."""
+        self._all: list[WeightSync] = beside[0]._all if beside else []
+        self._all.append(self)
         self.transports = ""  # for the terminal
         self._warn = warn
         self._trainers = trainers
@@ -125,6 +134,7 @@ class WeightSync:
         self._sources: list[list[Source]] | None = None  # by tensor-parallel rank; None: no trainers to read from
         self._lost = asyncio.Event()  # set while there are none
         self._publishing, self._pulling = asyncio.Lock(), asyncio.Lock()
+        self._pulled = asyncio.Event()  # set once generators have weights
         self._running: asyncio.Task[SyncStats] | None = None
         self._waited = 0.0  # seconds that the trainers have waited for the running sync
         self._last: SyncStats | None = None
@@ -137,7 +147,11 @@ class WeightSync:
         if lora is not None:
             sync = replace(sync, delta=True)  # adapters are what changes
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
-        self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank, lora=lora) for rank in range(tp)])
+        wanted = [pieces(shape, tp=tp, rank=rank, lora=lora) for rank in range(tp)]
+        if self._all[0] is not self:
+            layout = [[shard for shard in shards if is_adapter(shard.name)] for shards in layout]
+            wanted = [adapters_in(self._generators.slot, pieces) for pieces in wanted]
+        self.plan = plan(layout, wanted)
         outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
         apart = config.hosts.at_addresses and config.hosts.number > 1 and sync.transport != "shm"
         readers = {*places, ELSEWHERE} if apart else set(places)
@@ -160,8 +174,12 @@ class WeightSync:
         self.transports = ", ".join(names)
         if (sharers := max(self._generators.sharers, default=1)) > 1:
             self.transports += f", read once for up to {sharers} replicas of a host"
-        self._generators.tend(self.catch_up, self._slots.release)
+        self._generators.tend(self.catch_up, self._release)
         return self.plan
+
+    def _release(self, replica: str) -> None:
+        for each in self._all:
+            each._slots.release(replica)
 
     async def abandon(self, *, trainers_lost: bool) -> None:
         """Forget the running sync and the publications. After `trainers_lost`, new replicas stay unconnected until
@@ -176,21 +194,27 @@ class WeightSync:
         self._slots.clear()
 
     async def catch_up(self, replica: Replica) -> None:
-        """Bring a new replica to the newest published weights. If there are none, the next pull includes it. A failure
-        to read from trainers that turn out to be lost does not count against the replica."""
-        async with self._pulling:
-            while (sources := self._sources) is not None:
-                try:
-                    await self._generators.connect_late(replica, sources, self._sync, self._seconds)
-                    await self._bring_newest(replica)
-                    return
-                except RunError as error:
-                    if isinstance(error, RankDied) and error.mesh == replica.name:
-                        raise
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._lost.wait(), LOSS_SECONDS)
-                    if self._sources is sources:
-                        raise
+        """Bring a new replica to the newest published weights, of all policies. If there are none, the next pull
+        includes it. A failure to read from trainers that turn out to be lost does not count against the replica."""
+        async with AsyncExitStack() as pulling:
+            for each in self._all:
+                await pulling.enter_async_context(each._pulling)
+            for each in self._all:
+                await each._catch_up(replica)
+
+    async def _catch_up(self, replica: Replica) -> None:
+        while (sources := self._sources) is not None:
+            try:
+                await self._generators.connect_late(replica, sources, self._sync, self._seconds)
+                await self._bring_newest(replica)
+                return
+            except RunError as error:
+                if isinstance(error, RankDied) and error.mesh == replica.name:
+                    raise
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), LOSS_SECONDS)
+                if self._sources is sources:
+                    raise
 
     async def _bring_newest(self, replica: Replica) -> None:
         if self._newest is None:
@@ -204,11 +228,11 @@ class WeightSync:
                 await self._bring(replica, repacked)
 
     async def _bring(self, replica: Replica, publication: Publication) -> None:
-        version, name = publication.version, replica.name
+        version, name, slot = publication.version, replica.name, self._generators.slot
         lease = self._slots.reading(publication, name, replica.patience(self._seconds))
         with span("catch up", lane="pull", version=version), lease:
-            await replica.fetch_weights(self._manifests(publication), self._seconds)
-            await replica.switch_weights(version, self._seconds)
+            await replica.fetch_weights(self._manifests(publication), self._seconds, slot=slot)
+            await replica.switch_weights(version, self._seconds, slot)
 
     async def publish(self, version: int) -> Publication:
         """Pack the trainers' weights into the older slot, as soon as no replica reads it."""
@@ -245,10 +269,13 @@ class WeightSync:
     async def pull(self, publication: Publication) -> SyncStats:
         """Make every generator serve a publication; one publication after the other. For a replica that refuses it, it
         is packed once more; a replica that refuses that too is lost."""
+        if self is not (first := self._all[0]):
+            await first._pulled.wait()  # the frozen weights
         async with self._pulling:
             cost = await self._pull(publication, forgives=True)
             if cost.refused and (repacked := await self.publish_again()) is not None:
                 cost = await self._pull(repacked)
+            self._pulled.set()
             return cost
 
     async def _pull(self, publication: Publication, *, forgives: bool = False) -> SyncStats:

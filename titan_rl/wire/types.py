@@ -98,6 +98,7 @@ class Request:
     other is returned unchanged. max_new_tokens counts old and new tokens."""
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
     affinity: tuple[str, ...] = ()  # rollout and group with the same beginning of the context, for routing
+    slot: int = 0  # number of the policy whose adapters answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,12 @@ class Copy:
     @property
     def adapts(self) -> bool:
         """Whether this is a part of an adapter."""
-        return self.name.endswith((LORA_A, LORA_B))
+        return is_adapter(self.name)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether this is the Hugging Face name of an adapter's matrix."""
+    return name.endswith((LORA_A, LORA_B))
 
 
 _values = attrgetter(*(field.name for field in fields(Copy)))

@@ -14,7 +14,7 @@ import torch
 from titan_rl.actors.model_rank import ModelRank
 from titan_rl.actors.titan import document_attention
 from titan_rl.actors.titan import model as titan_model
-from titan_rl.actors.titan.role_model import RoleModel
+from titan_rl.actors.titan.role_model import Policy, RoleModel
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, ParallelismSection, PlacementSection
 from titan_rl.preflight.shapes import shape_of
@@ -130,8 +130,10 @@ def test_a_colocated_trainer_gives_its_cache_back_before_engines_take_the_weight
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     rank: Any = object.__new__(ModelRank)
     model: Any = on_cuda(replace(USUAL, placement=PlacementSection(kind=kind)))
-    model._phase_name, model._phase = "rl", SimpleNamespace(state=SimpleNamespace(step=3))
-    rank._model, rank._staging = model, SimpleNamespace(pack=lambda *_: calls.append("pack") or {0: "manifest"})
+    phase: Any = SimpleNamespace(state=SimpleNamespace(step=3))
+    model._policies, model._bank = {"": Policy(model.config, phase)}, None
+    rank._model, rank._packed = model, {}
+    rank._stagings = {"": SimpleNamespace(pack=lambda *_: calls.append("pack") or {0: "manifest"})}
     publish: Any = vars(ModelRank)["publish"]
     manifests, _ = asyncio.run(publish._method(rank, 1, 0, 1))
     assert (manifests, calls) == ({0: "manifest"}, order)

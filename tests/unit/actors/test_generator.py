@@ -28,12 +28,12 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
         monkeypatch.setattr(module, "current_rank", lambda: SimpleNamespace(rank=0))
         rank: Any = module.Generator(EngineSettings(model_dir="none"))
         verbs = {name: noting(name) for name in ("sleep", "wake", "suspend", "set_version")}
-        rank._engine = SimpleNamespace(**verbs, offloads=offloads, busy=False, version=None, asleep=False)
+        rank._engine = SimpleNamespace(**verbs, offloads=offloads, busy=False, serves=False, asleep=False)
         rank._engine.stats = EngineStats
-        rank._landing = SimpleNamespace(forget=noting("forget"), write_weights=write_weights)
+        rank._landings[0] = SimpleNamespace(forget=noting("forget"), write_weights=write_weights)
         rank._in_flight = in_flight
         loop = asyncio.create_task(rank._run())
-        for change in ({"sleep": True}, {"version": 3}, {"close": True}):
+        for change in ({"sleep": True}, {"switches": {0: (3, 30.0)}}, {"close": True}):
             for name, value in change.items():
                 setattr(rank._next, name, value)
             rank._wake.set()
@@ -47,11 +47,11 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
 
 
 def test_parameters_that_a_sleep_has_emptied_are_not_believed_to_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    switch = ["wake", "suspend", "write", "set_version 3 ('keep', False)"]
+    switch = ["wake", "suspend 0", "write", "set_version 3 ('keep', False) ('slot', 0)"]
     assert events(monkeypatch, offloads=True) == ["sleep", "forget", *switch]
     assert events(monkeypatch) == ["sleep", *switch]  # on a CPU sleep frees no weights
 
 
 @pytest.mark.parametrize("in_flight", ["swap", "keep", "drain"])
 def test_a_switch_keeps_keys_and_values_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, in_flight: str) -> None:
-    assert events(monkeypatch, in_flight=in_flight)[-1] == f"set_version 3 ('keep', {in_flight == 'keep'})"
+    assert events(monkeypatch, in_flight=in_flight)[-1] == f"set_version 3 ('keep', {in_flight == 'keep'}) ('slot', 0)"

@@ -85,7 +85,7 @@ def test_what_a_retiring_replica_gives_back_enters_another_engine_before_that_sw
             await super().do_submit(requests, withdrawn)
             self.events += [request.id for request in requests]
 
-        async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+        async def do_switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:
             self.events.append(f"switch to {version}")
             return await super().do_switch(version, timeout)
 
@@ -163,7 +163,7 @@ def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
 
 def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
     class Importing(FakeEngine):
-        async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+        async def do_switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:
             await asyncio.sleep(0.3 if version == 0 else 0)
             return await super().do_switch(version, timeout)
 

@@ -32,13 +32,13 @@ class Reader(FakeEngine):
     async def do_place(self) -> str:
         return self.where
 
-    async def do_connect(self, sources: Any, sync: Any, siblings: Any) -> Connection:
+    async def do_connect(self, sources: Any, sync: Any, siblings: Any, slot: int = 0) -> Connection:
         await super().do_connect(sources, sync, siblings)
         Reader.made += not siblings
         self.memory = siblings[0].inode if siblings else Reader.made
         return Connection(["a link"], HostCopy(self.where, 1, 1, self.memory))
 
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any) -> ReaderCost:
+    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
         self.events.append(f"{self.name} begins")
         await asyncio.sleep(0.01)
         if self.fails:

@@ -17,7 +17,8 @@ from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
-FETCHED = ("grpo_smollm2", "grpo_smollm2_lora", "grpo_smollm2_mixed")  # their model needs a network the first time
+# Their model needs a network the first time.
+FETCHED = ("grpo_smollm2", "grpo_smollm2_lora", "grpo_smollm2_mixed", "policies_smollm2")
 GPU_CONFIGS = {
     "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "no byte leaves its host"]),
     "grpo_llama3_8b_colocated": (LLAMA_8B, ["FSDP2 8", "vLLM x 8", "sleeping engine", "waiting trainer"]),

@@ -339,3 +339,21 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_sampled_text_cannot_touch_the_terminal(text: str, shown: str) -> None:
     assert visible(text, 8) == shown
+
+
+def test_lines_of_several_policies_begin_with_their_names() -> None:
+    output = io.StringIO()
+    terminal = Terminal(Console(file=output, width=140), Console(file=io.StringIO()))
+    sums, b = terminal.of("sums"), terminal.of("b")
+    for step in (1, 2):
+        sums.step(step, 2, METRICS)
+        b.step(step, 2, METRICS)
+    sums.note("saved")
+    b.warn("slow")
+    with sums.phase("export"):
+        pass
+    lines = output.getvalue().splitlines()
+    assert [line.split()[0] for line in lines if "/2" in line] == ["sums:", "b:", "sums:", "b:"]
+    assert sum("reward" in line for line in lines) == 2
+    assert [line.strip() for line in lines if "saved" in line or "slow" in line] == ["sums: saved", "warning  b: slow"]
+    assert any("✓ sums: export" in line for line in lines)

@@ -125,7 +125,13 @@ class Started:
         shape: Any = SimpleNamespace(with_value_head=lambda: None)
         config = load(find("grpo_llama"), [(key.replace("__", "."), str(value)) for key, value in keys.items()])
         setup: Any = SimpleNamespace(
-            config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
+            config=config,
+            resolved=config,
+            device=device,
+            shape=shape,
+            role_shapes={},
+            model_folder="model",
+            policies={},
         )
         nothing: Any = None
         asyncio.run(bring_up._start(RankPlaces(setup, [nothing]), setup, Terminal(), nothing))

@@ -14,7 +14,7 @@ from titan_rl.meshes.replica import Replica
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RankDied, RankFailed
 from titan_rl.wire.manifest import Publication
-from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.reports import ReaderCost, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.weight_plan import Shard
 from titan_rl.wire.weight_source import Connection, HostCopy
@@ -53,12 +53,12 @@ class Reader(FakeEngine):
         self.connects: Connection | None = None
         self.fell_back, self.gatherings = "", list[Any]()
 
-    async def do_connect(self, sources: Any, sync: Any, siblings: Any) -> Connection:
+    async def do_connect(self, sources: Any, sync: Any, siblings: Any, slot: int = 0) -> Connection:
         if [source.offer for source in sources] != [self.trainers.alive]:
             raise RankFailed("generator0[tp=0] failed in connect: FileNotFoundError", rank="generator0[tp=0]")
         return self.connects or await super().do_connect(sources, sync, siblings)
 
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any) -> ReaderCost:
+    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
         self.gatherings.append(gathering)
         return ReaderCost(blocks=1, fell_back=self.fell_back)
 
@@ -159,3 +159,30 @@ async def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(
     await asyncio.wait_for(back(mesh), 5)
     assert mesh._policy.incidents is not None
     assert [incident.outcome for incident in mesh._policy.incidents.all] == ["given up"]
+
+
+def test_the_frozen_weights_come_before_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first policy's sync moves them, and another policy may be ready earlier."""
+    order = list[str]()
+
+    async def pulled(sync: WeightSync, publication: Publication, *, forgives: bool = False) -> SyncStats:
+        order.append(sync._generators.policy_name)
+        return SyncStats(publication.version)
+
+    monkeypatch.setattr(WeightSync, "_pull", pulled)
+
+    async def work() -> None:
+        trainers: Any = FakeTrainers()
+        mesh, _, _ = await running(trainers, tmp_path)
+        order.clear()
+        first = WeightSync(trainers, mesh.of("a", 0), Clock())
+        second = WeightSync(trainers, mesh.of("b", 1), Clock(), beside=[first])
+        early = asyncio.create_task(second.pull(await trainers.publish(0, 0, 1)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not order
+        await first.pull(await trainers.publish(0, 0, 1))
+        await early
+        assert order == ["a", "b"]
+
+    asyncio.run(work())

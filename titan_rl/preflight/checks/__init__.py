@@ -11,7 +11,18 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks import adapters, algorithm, folders, hosts, machine, model, rollouts, task, trackers
+from titan_rl.preflight.checks import (
+    adapters,
+    algorithm,
+    folders,
+    hosts,
+    machine,
+    model,
+    policies,
+    rollouts,
+    task,
+    trackers,
+)
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
@@ -32,6 +43,11 @@ def checked_run(argv: Sequence[str]) -> Invocation:
 def judged(run: Invocation) -> tuple[list[str], list[str]]:
     """Return the problems of a run, and its warnings. A dry run only warns of this machine's problems: its plan may be
     for another one."""
+    if run.policies:
+        each = {name: judged(replace(run, config=one, policies={}, problems=())) for name, one in run.policies.items()}
+        refused = policies.merged({name: refused for name, (refused, _) in each.items()})
+        warned = policies.merged({name: warned for name, (_, warned) in each.items()})
+        return [*run.problems, *policies.check_policies(run.policies), *refused], warned
     config, gpus = run.config, run.gpus
     refused, here = [*run.problems, *config_problems(config, gpus)], host_problems(config, gpus=gpus)
     if run.dry_run and gpus.here and config.hosts.device != "cpu":

@@ -1,0 +1,54 @@
+"""Checks of a run of several policies ([policies]): values that they share, and features that it lacks yet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from titan_rl.config.policies import POLICIES
+from titan_rl.config.sections import Config
+from titan_rl.preflight.refusal import problem
+
+SEVERAL = "of a run with [policies]"
+
+
+def check_policies(policies: Mapping[str, Config]) -> Iterator[str]:
+    """Yield the problems of several policies, beyond the problems of each as a run by itself."""
+    yield from merged({name: list(_problems(config)) for name, config in policies.items()})
+    configs = list(policies.values())
+    if len({config.rollout.truncates for config in configs}) > 1:
+        yield "rollout.top_p: expected all policies to truncate their sampling, or none, because they share engines"
+    seeds = {config.debug.seed for config in configs}
+    if len(seeds) > 1 and not configs[0].model.hf_assets_path:
+        yield "debug.seed: expected one of all policies, which draws their base, without model.hf_assets_path"
+
+
+def _problems(config: Config) -> Iterator[str]:
+    mesh = config.reference.mesh if config.algorithm.needs_reference else "trainer"
+    expected = {
+        "lora.rank": ("at least 1: the policies are adapters over one base", config.lora.on),
+        "lora.sync": ('"adapter", so that engines hold the adapters of all policies', config.lora.sync == "adapter"),
+        "algorithm.name": (f"an algorithm {SEVERAL} that samples, without a critic or a teacher", _samples(config)),
+        "cold_start.steps": (f"0 {SEVERAL}", config.cold_start.steps == 0),
+        "task.reward": (f"no reward model {SEVERAL}", config.task.reward != "model"),
+        "task.agent": (f'"" {SEVERAL}', not config.task.agent),
+        "environment.name": (f'"" {SEVERAL}', not config.environment.name),
+        "reference.mesh": (
+            f'"trainer" {SEVERAL}',
+            mesh == "trainer",
+        ),
+        "placement.kind": (f'"disaggregated" {SEVERAL}', config.placement.kind == "disaggregated"),
+        "hosts.number": (f"1 {SEVERAL}", config.hosts.number == 1),
+        "weight_sync.transport": (f'"auto" or "shm" {SEVERAL}', config.weight_sync.transport in ("auto", "shm")),
+        "weight_sync.in_flight": (f'"swap" or "keep" {SEVERAL}', config.weight_sync.in_flight != "drain"),
+        "fault.on_bad_steps": (f'"stop" {SEVERAL}', config.fault.on_bad_steps == "stop"),
+    }
+    yield from (problem(config, key, what) for key, (what, right) in expected.items() if not right)
+
+
+def _samples(config: Config) -> bool:
+    return config.algorithm.kind == "rl" and not (config.algorithm.needs_critic or config.algorithm.needs_teacher)
+
+
+def merged(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of all policies: a line that all have once, others under their policy's name."""
+    common = [line for line in next(iter(lines.values())) if all(line in each for each in lines.values())]
+    own = [f"[{POLICIES}.{name}] {line}" for name, each in lines.items() for line in each if line not in common]
+    return [*dict.fromkeys(common), *own]
