@@ -191,6 +191,15 @@ class ModelRank(Actor):
         return manifests, time.perf_counter() - began
 
     @verb
+    async def served(self, batch: Batch | None, call: str, *arguments: Any) -> Any:
+        """Carry out a call of served_models.py, with a batch if it takes one."""
+        from titan_rl.actors.titan.served_models import ServedModels
+
+        self._served: ServedModels = getattr(self, "_served", None) or ServedModels(self._model)
+        method = getattr(self._served, call)
+        return method(*arguments) if batch is None else method(batch, *arguments)
+
+    @verb
     async def spans(self) -> Recorded:
         return span.take()
 

@@ -216,6 +216,12 @@ class ModelMesh:
         manifests = [manifests for manifests, _ in packed]
         return Publication(version, slot, manifests, max(seconds for _, seconds in packed), roster)
 
+    async def served(self, call: str, *arguments: Any, batches: Sequence[Batch] | None = None) -> list[Any]:
+        """Carry out a call of served_models.py on every rank. Batches are scattered to the dp rows. Return the answer
+        of each row."""
+        each = [None] * len(self._ranks) if batches is None else self._rows(batches)
+        return (await self._scatter("served", each, call, *arguments))[:: self.row_ranks]
+
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Return each rank's spans since the last call, by rank name. A rank answers between two verbs."""
         ranks = self._ranks.items()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,19 @@ def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def begin_adapters(model: nn.Module, seed: int) -> None:
+def begin_adapters(model: nn.Module, seed: int, rank: int = 0, layers: Collection[str] | None = None) -> None:
     """Draw A as PEFT does, from the seed and the parameter's name, and set B to zero: the model computes what its
-    frozen weights do."""
+    frozen weights do. Rows of A beyond `rank` are zero, as is A where a layer's parameter is not in `layers`. Training
+    keeps both at zero, and gives what adapters of that rank on those layers give. Defaults: all."""
     state = dict[str, torch.Tensor]()
     for name, like in model.state_dict().items():
         if ".lora_a." in name:
             generator = torch.Generator().manual_seed(derive(seed, "lora", name) % 2**63)
             bound = 1 / math.sqrt(like.shape[1])
-            state[name] = torch.empty(like.shape).uniform_(-bound, bound, generator=generator)
+            drawn = torch.empty(rank or like.shape[0], like.shape[1]).uniform_(-bound, bound, generator=generator)
+            state[name] = nn.functional.pad(drawn, (0, 0, 0, like.shape[0] - len(drawn)))
+            if layers is not None and name not in layers:
+                state[name].zero_()
         elif ".lora_b." in name:
             state[name] = torch.zeros(like.shape)
     load_whole(model, state)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import routed_tokens, vllm_adapter, vllm_cpu
+from titan_rl.actors.vllm import folder_adapters, routed_tokens, vllm_adapter, vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.routed_tokens import RouteRecorder, routes_of
 from titan_rl.actors.vllm.vllm_args import (
@@ -69,6 +69,7 @@ class EngineSettings(GeneratorSection):
     adapter_rank: int = 0  # every request uses an adapter of this rank (LoRA); 0: none
     adapted_layers: tuple[str, ...] = ()  # by Hugging Face's names
     adapter_slots: int = 1  # policies, each with an adapter; a request names its slot
+    folder_rank: int = 0  # requests may name the folder of an adapter of at most this rank; 0: none may
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
@@ -170,6 +171,8 @@ class Engine:
         if settings.adapter_rank:
             self._adapters = [vllm_adapter.request(slot) for slot in range(settings.adapter_slots)]
             args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers, settings.adapter_slots)
+        if settings.folder_rank:
+            args |= folder_adapters.engine_args(settings.folder_rank, settings.adapted_layers)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
@@ -181,6 +184,7 @@ class Engine:
         self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
+        self._folders = dict[tuple[str, int, int], int]()  # vLLM's number of each adapter from a folder
         self._stats = EngineStats()
         slots = settings.adapter_slots
         self._salts = [0] * slots  # requests share keys and values in the prefix cache under equal salts only
@@ -247,6 +251,8 @@ class Engine:
         """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
         request, salt = open.request, str(self._salts[open.request.slot])
         adapter = self._adapters[request.slot] if self._adapters else None
+        if request.adapter:
+            adapter = folder_adapters.request(request.adapter, self._folders)
         for i in samples:
             begun = open.samples[i].tokens
             id = open.unfinished[i] = str(next(self._ids))
@@ -296,7 +302,7 @@ class Engine:
             (tensors,) = self._llm.apply_model(partial(vllm_adapter.live_tensors, slot=slot))
             return tensors
         (parameters,) = self._llm.apply_model(lambda model: dict(model.named_parameters()))
-        return {name: parameter.detach() for name, parameter in parameters.items()}
+        return {name.replace(".base_layer.", "."): parameter.detach() for name, parameter in parameters.items()}
 
     def _buffer_sums(self) -> dict[str, str]:
         (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))

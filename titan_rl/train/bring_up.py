@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from monarch.actor import shutdown_context, this_host
@@ -25,7 +26,7 @@ from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.auto import BLOCK_TOKENS
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, LoraSection
 from titan_rl.meshes import deaths, fork_servers, snapshot_servers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
@@ -221,6 +222,28 @@ async def launch_loaded(
 
 
 @asynccontextmanager
+async def launch_served(
+    setup: Setup, terminal: Terminal, base: Callable[[ModelMesh], Awaitable[Path]]
+) -> AsyncIterator[tuple[ModelMesh, GeneratorMesh, Watch]]:
+    """Start trainers, whose adapters clients train, and generators that load the folder `base` of the frozen weights,
+    and adapters from the folders that requests name. A lost process is not replaced, as in launch_loaded."""
+    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
+    watch = Watch(tended=[])
+    async with joined_hosts(setup, terminal.warn, lambda: None) as hosts, _closed_at_end(watch) as to_close:
+        rank_places = RankPlaces(setup, hosts)
+        env = {PLANNED: setup.device, **_allocator_env(setup)}
+        trainers = ModelMesh(partial(rank_places.of_model, "trainer"), "trainer", setup.resolved, setup.shape, env)
+        with terminal.phase("trainer: processes, model"):
+            await watch.drive(trainers.start())
+        to_close.append(trainers)
+        loaded = replace(setup, model_folder=await base(trainers))
+        starting = _generators(rank_places.of_replica, loaded, terminal, None, loaded=True, adapters=setup.config.lora)
+        generators = await watch.drive(starting)
+        to_close.append(generators)
+        yield trainers, generators, watch
+
+
+@asynccontextmanager
 async def launch_environments(
     setup: Setup, terminal: Terminal, incidents: Incidents
 ) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
@@ -256,8 +279,10 @@ async def _generators(
     incidents: Incidents | None,
     *,
     loaded: bool = False,
+    adapters: LoraSection | None = None,
 ) -> GeneratorMesh:
-    """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder."""
+    """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder; then requests
+    may name folders of `adapters`."""
     config = setup.resolved
     g, lora = config.generator, None if loaded else config.lora.in_vllm
     quantization = "none" if loaded else g.quantization  # on landing, and `loaded` weights do not land
@@ -272,8 +297,9 @@ async def _generators(
         records_kept=config.rollout.truncates and not loaded,
         records_routes=config.algorithm.routing_replay and not loaded,
         adapter_rank=lora.rank if lora else 0,
-        adapted_layers=tuple(adapted(setup.shape, lora)) if lora else (),
+        adapted_layers=tuple(adapted(setup.shape, used)) if (used := lora or adapters) else (),
         adapter_slots=max(1, len(setup.policies)),
+        folder_rank=adapters.rank if adapters else 0,
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):

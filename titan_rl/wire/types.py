@@ -99,6 +99,7 @@ class Request:
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
     affinity: tuple[str, ...] = ()  # rollout and group with the same beginning of the context, for routing
     slot: int = 0  # number of the policy whose adapters answer
+    adapter: str = ""  # folder of an adapter in PEFT's layout, if the engines read any; empty: none
 
 
 @dataclass(frozen=True, slots=True)
