@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Compare algorithms on a task: whole runs of one config over presets of [algorithm] and seeds. Appends a row per run.
+
+    .venv/bin/python scripts/bench_algorithms.py                                     # grpo_llama, 12 presets, 3 seeds
+    .venv/bin/python scripts/bench_algorithms.py --config calc_llama                 # several turns
+    .venv/bin/python scripts/bench_algorithms.py --config grpo_smollm2_lora --algorithms grpo gspo sapo --seeds 0 1
+    .venv/bin/python scripts/bench_algorithms.py --config my_task.toml --training.steps 100
+    .venv/bin/python scripts/bench_algorithms.py --plot                              # only print and plot the CSV
+
+A run has the config's own keys but those of [algorithm], which are the preset's. All presets have the same rate: the
+figure compares them as they ship, not each at its best rate. Runs that have a row are not repeated, so the script
+continues where it was stopped. Seconds count from the command, start-up and evaluations included, on the machine that
+the CSV names; presets run in turn, so that a busy hour slows them alike.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench.axes import COLORS, Axes, legend, look_of, svg
+from bench.rows import BENCHMARKS, CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
+from titan_rl.config.presets import PRESETS, algorithm_of
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, find, load, to_toml
+from titan_rl.deployed import Refused, overrides_of
+from titan_rl.record.metric_docs import EVAL_SCORE
+
+ALGORITHMS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo")
+"""Presets that need nothing but a task."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=CONFIG, help="a shipped config, or your own file")
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(PRESETS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "algorithms.csv")
+    parser.add_argument("--plot", action="store_true", help="only print and plot the CSV")
+    a, others = parser.parse_known_args()
+    name = Path(a.config).stem
+    if not a.plot:
+        try:
+            configs = configs_of(a.config, a.algorithms, overrides_of(others))
+        except (ConfigError, Refused) as error:
+            print(error, file=sys.stderr)
+            return 2
+        if problems := refused(configs):
+            print("\n".join(problems), file=sys.stderr)
+            return 2
+        measure(a.csv, name, configs, a.seeds)
+    rows = [row for row in csv_rows(a.csv) if row["config"] == name]
+    print("\n".join(summary(rows)))
+    for unit in ("step", "seconds"):
+        a.csv.with_name(f"{a.csv.stem}_{name}_by_{unit}.svg").write_text(plot(rows, unit))
+    return 0
+
+
+def configs_of(name: str, algorithms: Sequence[str], overrides: Sequence[tuple[str, str]]) -> dict[str, Config]:
+    """Return the config of each algorithm: the file's, with the preset's [algorithm] instead of its own."""
+    config = load(find(name), overrides)
+    own = {key.removeprefix("algorithm."): value for key, value in overrides if key.startswith("algorithm.")}
+    if own:
+        raise ConfigError([f"--algorithm.{key}: expected no key of [algorithm]: presets are compared" for key in own])
+    return {algorithm: replace(config, algorithm=algorithm_of({"name": algorithm}, config)) for algorithm in algorithms}
+
+
+def refused(configs: Mapping[str, Config]) -> list[str]:
+    """Return what a dry run says of each config that cannot run."""
+    problems = list[str]()
+    for algorithm, config in configs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, "-m", "titan_rl.run", "--config", written(config, Path(folder), 0), "--dry-run"],
+                capture_output=True,
+                text=True,
+            )
+        if done.returncode:
+            problems.append(f"{algorithm}: {done.stderr.strip()}")
+    return problems
+
+
+def written(config: Config, folder: Path, seed: int) -> str:
+    """Write a config for a run in `folder`, and return its path."""
+    job, debug = replace(config.job, dump_folder=str(folder / "run")), replace(config.debug, seed=seed)
+    path = folder / "config.toml"
+    path.write_text(to_toml(replace(config, job=job, debug=debug)), encoding="utf-8")
+    return str(path)
+
+
+def measure(path: Path, name: str, configs: Mapping[str, Config], seeds: Sequence[int]) -> None:
+    """Make the runs without a row, seed by seed, and append a row after each."""
+    there = {key_of(row) for row in csv_rows(path)}
+    for seed in seeds:
+        for algorithm, config in configs.items():
+            what = {"config": name, "algorithm": algorithm, "seed": str(seed), "steps": str(config.training.steps)}
+            if key_of(what) not in there:
+                row = what | measured(config, seed)
+                append_rows(path, [row | ran_on()])
+                print(f"{name}, {algorithm}, seed {seed}: {row['curve']}; {row['step_s']} s a step", flush=True)
+
+
+def key_of(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[column] for column in ("config", "algorithm", "seed", "steps"))
+
+
+def measured(config: Config, seed: int) -> dict[str, Any]:
+    """Return the scores of one run by step, and the seconds at which each was known."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        run_to_end({}, config=written(config, Path(folder), seed))
+        lines = metric_lines(Path(folder) / "run", "eval", "rl", "fit")
+    points = [(line["step"], line[EVAL_SCORE], line["time"] - began) for line in lines if EVAL_SCORE in line]
+    trained = sorted(line["time/step"] for line in lines if "time/step" in line)
+    return {
+        "start": f"{points[0][1]:.4f}",
+        "final": f"{points[-1][1]:.4f}",
+        "curve": " ".join(f"{step}:{score:.4f}" for step, score, _ in points),
+        "seconds": " ".join(f"{step}:{seconds:.1f}" for step, _, seconds in points),
+        "step_s": f"{trained[len(trained) // 2]:.3f}",
+    }
+
+
+def points_of(text: str) -> dict[int, float]:
+    return {int(step): float(value) for step, value in (point.split(":") for point in text.split())}
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a line per algorithm, the best first: held-out scores before and after, the highest, and seconds of a
+    step, each as the mean and the range over seeds."""
+    best = {algorithm: mean([float(row["final"]) for row in own]) for algorithm, own in by_algorithm(rows).items()}
+    for algorithm, own in sorted(by_algorithm(rows).items(), key=lambda item: -best[item[0]]):
+        columns = {
+            "start": [float(row["start"]) for row in own],
+            "end": [float(row["final"]) for row in own],
+            "highest": [max(points_of(row["curve"]).values()) for row in own],
+            "s a step": [float(row["step_s"]) for row in own],
+        }
+        figures = (f"{title} {mean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for title, each in columns.items())
+        yield f"{algorithm}: {len(own)} runs, {', '.join(figures)}"
+
+
+def by_algorithm(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
+    return {name: [row for row in rows if row["algorithm"] == name] for name in {row["algorithm"]: 0 for row in rows}}
+
+
+def plot(rows: Sequence[Mapping[str, str]], unit: str) -> str:
+    """Draw each algorithm's held-out score, the mean over its seeds, by "step" or by mean "seconds"."""
+    curves = {algorithm: mean_curve(own, unit) for algorithm, own in by_algorithm(rows).items()}
+    least = min(score for curve in curves.values() for score in curve.values())
+    axes = Axes(most=max(x for curve in curves.values() for x in curve), floor=int(least * 10) / 10)
+    drawn = axes.grid(f"{rows[0]['config']}: held-out score by {unit}, mean of {len(rows) // len(curves)} seeds", unit)
+    for place, (algorithm, curve) in enumerate(curves.items()):
+        look = look_of(COLORS[place % len(COLORS)], dashed=place >= len(COLORS))
+        drawn += [axes.line(curve, look), *legend(place, algorithm, look)]
+    return svg(drawn)
+
+
+def mean_curve(rows: Sequence[Mapping[str, str]], unit: str) -> dict[int, float]:
+    """Return the mean score of the runs of one algorithm at each step, by step or by the mean seconds until then."""
+    scores, seconds = ([points_of(row[column]) for row in rows] for column in ("curve", "seconds"))
+    steps = sorted(set.intersection(*(set(each) for each in scores)))
+    at = {step: step if unit == "step" else round(mean([each[step] for each in seconds])) for step in steps}
+    return {at[step]: mean([each[step] for each in scores]) for step in steps}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
