@@ -198,10 +198,9 @@ class AlgorithmSection:
     ratio: Level = "token"
     """Importance ratio: per token, or the geometric mean over a sequence (GSPO)."""
     clip: Clip = "ppo"
-    """"ppo" clips the objective; "cispo" clips the weight in front of the log-prob; "sapo" fades the gradient out.
-    "dppo_tv", "dppo_kl" and "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios and takes
-    their mean over a sequence; "vespo" weighs whole sequences. "clip_cov" and "kl_cov" hold back the tokens that would
-    lower the entropy most (docs/algorithms.md)."""
+    """"ppo" clips the objective; "cispo" the weight of the log-prob; "sapo" fades the gradient out. "dppo_*" and
+    "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios; "vespo" weighs whole sequences.
+    "clip_cov" and "kl_cov" hold back tokens that would lower the entropy most (docs/algorithms.md)."""
     clip_low: float = bounds(0.2, ge=0, le=1)
     """Clip the ratio from below at 1 - clip_low. Of "gmpo": the log-ratio at -clip_low. Of "dppo_*" and "prob_diff":
     largest fall of a probability, or the largest KL."""

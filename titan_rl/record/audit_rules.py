@@ -10,6 +10,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
@@ -249,9 +250,17 @@ def checkpoints_saved(history: History) -> Iterator[str]:
             continue
         yield damaged.removeprefix(f"{history.folder}/")
     newest = max((step for step, trained in history.steps.items() if trained.saved), default=0)
-    ended = history.last > newest or history.finished  # else a kill may have come before the checkpoint was whole
+    # Else a kill may have come before the checkpoint was whole.
+    ended = history.last > newest or (history.finished and _summary_steps(history.folder) == newest)
     if newest and ended and newest not in whole:
         yield f"the ledger saved step {newest}, of which {FOLDER} has no whole checkpoint"
+
+
+def _summary_steps(folder: Path) -> Any:
+    """Return the last step of a summary, which a run writes after its last checkpoint, or None."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return json.loads((folder / SUMMARY).read_bytes())["steps"]
+    return None
 
 
 def _whole_checkpoints(history: History) -> list[tuple[Checkpoints, int, bool]]:

@@ -39,7 +39,9 @@ def trainer(value: float) -> Staging:
 def test_respawned_trainers_leave_the_pins_of_the_living_connections(cudart: Cudart) -> None:
     """The generator's own endpoint connects, again and again, to trainers that are gone by then."""
     live = {"p": torch.zeros(44, 16)}
-    generator: Any = SimpleNamespace(_engine=SimpleNamespace(params=lambda: live), _settings=SETTINGS, _rank=0)
+    generator: Any = SimpleNamespace(
+        _engine=SimpleNamespace(params=lambda: live), _settings=SETTINGS, _rank=0, _landings={}
+    )
     connect: Any = inspect.unwrap(cast(Any, Generator.connect)._method)
     staging = trainer(-1)
     for value in range(RECONNECTS):
@@ -47,14 +49,14 @@ def test_respawned_trainers_leave_the_pins_of_the_living_connections(cudart: Cud
         staging = trainer(value)
         source = Source(0, staging.offer(remote=False)[0], COPIES, "float32", 256)
         asyncio.run(connect(generator, [source], WeightSyncSection()))
-        asyncio.run(generator._landing.fetch_weights([staging.pack(value, 0, 1)[0]], 30))
-        asyncio.run(generator._landing.write_weights(30))
+        asyncio.run(generator._landings[0].fetch_weights([staging.pack(value, 0, 1)[0]], 30))
+        asyncio.run(generator._landings[0].write_weights(30))
         assert live["p"][2:42].unique().tolist() == [value]
         assert len(cudart.held) == 2, "the trainer's memory, and the reader's map of it"
     assert cudart.most == 2, "the reader lets go of the old trainer's memory before it pins the new one's"
     asyncio.run(staging.drop())
     assert len(cudart.held) == 1, "what the trainer drops is not pinned any longer, though the reader still maps it"
-    del generator._landing
+    generator._landings.clear()
     assert not cudart.held
     cudart.check()
     assert not cudart.wrong

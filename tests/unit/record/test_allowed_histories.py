@@ -161,6 +161,7 @@ def life(how: str, steps: int) -> dict[str, Any]:
 @example(
     lives=[life("stop", 2), life("stop", 3), life("sampled", 3), life("trained", 1)]
 )  # the second wrote the summary
+@example(lives=[life("stop", 2), life("stop", 3), life("sampled", 3), life("saving", 1)])  # killed in its last save
 @settings(max_examples=20)
 @given(
     lives=st.lists(

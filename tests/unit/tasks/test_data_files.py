@@ -275,4 +275,4 @@ def test_the_row_of_verl_reaches_its_compute_score_whole(tmp_path: Path, monkeyp
     score = component("own_score:compute_score")
     prompt = Prompt(0, "", [], example.answer, example.row)
     found = [score.read(score.call(prompt, Answered(text, [], 0))) for text in ("two", "3")]
-    assert found == [(1.0, {"index": 0.0}), (0.0, {"index": 0.0})]
+    assert [(each.value, each.more) for each in found] == [(1.0, {"index": 0.0}), (0.0, {"index": 0.0})]

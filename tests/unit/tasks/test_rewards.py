@@ -179,7 +179,10 @@ def test_last_number_disagrees(completion: str, answer: str) -> None:
     assert last_number(completion, answer) == 0.0
 
 
-@given(st.integers(-(10**12), 10**12), st.text(st.characters(categories=["L", "Zs", "Po"]), max_size=20))
+@given(
+    st.integers(-(10**12), 10**12),
+    st.text(st.characters(categories=["L", "Zs", "Po"], exclude_characters="/"), max_size=20),
+)
 def test_last_number_reads_any_integer_however_written(number: int, words: str) -> None:
     for form in (f"{number}", f"{number:,}", f"{number}.0", f"${number:,}.00"):
         assert last_number(f"{words} {form} apples.", f"5 #### {number}") == 1.0
