@@ -197,7 +197,7 @@ class Controller:
     # -- data with answers ----------------------------------------------------------------------------------------
 
     async def fit(self) -> None:
-        """Train on the data set's own answers: sft, dpo, ipo and reward_model."""
+        """Train on the data set's own answers: examples, or pairs."""
         last = self.config.training.steps
         start, state = await self.learner.resume("rl", self.resume)
         step = partial(self.fit_step, await self.begin("rl", start, state))

@@ -10,7 +10,7 @@ from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
@@ -65,14 +65,13 @@ class Objectives:
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
         logprob, entropy = self.model.logprobs(rows, temperature=1.0)
-        return dpo_loss(
+        return preference_loss(
             logprob,
             entropy,
-            rows.columns["reference"],
             Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2),
-            beta=algorithm.beta,
-            label_smoothing=algorithm.label_smoothing,
-            kind="ipo" if algorithm.name == "ipo" else "dpo",
+            shared_keys(Preference, algorithm),
+            reference_T=rows.columns["reference"] if algorithm.needs_reference else None,
+            kl_T=rows.columns.get("kl"),
         )
 
     def reward(self, rows: DeviceRows, batch: Batch) -> Loss:

@@ -17,6 +17,7 @@ from titan_rl.batch.advantages import group_relative, soft_overlong_punishment
 from titan_rl.batch.packing import Aggregation, Weighting, pack
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
 from titan_rl.kernels.policy_loss import Tokens
+from titan_rl.kernels.preference_loss import Pairs, Preference, preference_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.wire.types import Rows, Sample
@@ -146,6 +147,30 @@ def policy_terms(loss_of: Loss, surrogate: Surrogate, x: Columns) -> Terms:
         return loss_of(at(x["logprob"]), at(x["entropy"]), tokens, surrogate)
 
     return terms
+
+
+def pairs_loss(
+    case: Case, settings: Preference, kl: float | None = None
+) -> tuple[torch.Tensor, Counter[str], torch.Tensor]:
+    """Return loss, metrics' sums, and the leaf. TRL has all chosen answers first, then all rejected ones."""
+    inputs = case["inputs"]
+    pairs = len(inputs["mask"]) // 2
+    order = [half * pairs + pair for pair in range(pairs) for half in (0, 1)]
+    logprob = tensor(inputs["logprob"]).requires_grad_()
+    reference = tensor(inputs["reference"]) if "reference" in inputs else None
+    packed = samples({key: [inputs[key][i] for i in order] for key in ("length", "mask")})
+
+    def terms(at: Placed) -> LossResult:
+        return preference_loss(
+            at(logprob[order]),
+            at(torch.zeros_like(logprob)),
+            Pairs(at.mask, at.sequence, at.sequences, pairs),
+            settings,
+            reference_T=None if reference is None else at(reference[order]),
+            kl_T=None if kl is None else at(torch.full_like(logprob, kl)),
+        )
+
+    return *summed(placed(packed, "token_mean", together=2), terms), logprob
 
 
 def columns(inputs: Case, advantages: Any) -> Columns:

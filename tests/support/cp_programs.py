@@ -27,6 +27,7 @@ ALGORITHMS = {
     "ppo": AlgorithmSection(name="ppo", minibatches=2, epochs=2),
     "kept": AlgorithmSection(kl_coef=0.05),
     "dpo": AlgorithmSection(name="dpo"),
+    "orpo": AlgorithmSection(name="orpo"),
     "critic": AlgorithmSection(name="ppo"),
     "reward_model": AlgorithmSection(name="reward_model"),
 }
@@ -60,7 +61,7 @@ def samples(step: int, name: str) -> list[Sample]:
                 masks[np.arange(n), tokens] = True
                 kept = KeptSets.of([packed(mask) if i >= prompt else b"" for i, mask in enumerate(masks)])
             mask = [0] * prompt + [1] * (n - prompt)
-            sequence = -1 if name in ("dpo", "reward_model") else len(made)
+            sequence = -1 if ALGORITHMS[name].kind in ("preference", "reward") else len(made)
             made.append(Sample(tokens, mask, {}, prompt, sequence, kept).with_columns(**columns))
     if ALGORITHMS[name].kind in ("preference", "reward"):
         made = [s for s in made if len(s.tokens) <= SEQ_LEN // 2]

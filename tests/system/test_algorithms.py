@@ -119,7 +119,7 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
     assert 0 <= run.summary()["final_eval"] <= 1
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
 def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path, name: str) -> None:
     """The reference on a separate mesh, and lent to the trainer: the same numbers."""
     keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
@@ -127,10 +127,20 @@ def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_pa
     first, *_, last = own
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert last["rewards/margins"] > 1e-3
-    if name == "dpo":
-        assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
-        lent = steps(runs.finish(tmp_path / "lent", "dpo_llama", reference__mesh="trainer", **keys), "fit")
+    if name in ("dpo", "kto"):
+        assert first["loss"] == pytest.approx(math.log(2) if name == "dpo" else 0.5, abs=1e-5)
+        lent = steps(runs.finish(tmp_path / "lent", f"{name}_llama", reference__mesh="trainer", **keys), "fit")
         assert [line["loss"] for line in lent] == pytest.approx([line["loss"] for line in own], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_preferences_without_a_reference_widen_the_margin(runs: Runs, tmp_path: Path, name: str) -> None:
+    keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__steps": 12, "optimizer__lr": 1e-3}
+    run = runs.finish(tmp_path / "run", f"{name}_llama", **keys)
+    first, *_, last = steps(run, "fit")
+    assert last["loss"] < first["loss"]
+    assert last["rewards/margins"] > first["rewards/margins"]
+    assert not (run.folder / "start").exists(), "no reference is written"
 
 
 def test_sft_learns(language_model: Run) -> None:

@@ -2,7 +2,7 @@
 [reward_model] [teacher]."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from titan_rl.config.choices import (
     MOST_RANKS,
@@ -14,6 +14,7 @@ from titan_rl.config.choices import (
     Estimator,
     Level,
     NestedTables,
+    PreferenceAlgorithm,
     Rejection,
     Table,
     Tables,
@@ -48,9 +49,9 @@ class TaskSection:
     """Column of a conversation that solves the problem: cold_start and sft train on the assistant's messages, and show
     the others. Rows without one teach their answer, as all do if this is empty."""
     chosen_key: str = "chosen"
-    """Column of the preferred answer (dpo, ipo, reward_model)."""
+    """Column of the preferred answer (dpo, ipo, simpo, orpo, kto, reward_model)."""
     rejected_key: str = "rejected"
-    """Column of the rejected answer (dpo, ipo, reward_model)."""
+    """Column of the rejected answer, likewise."""
     reward: str = "exact"
     """A built-in verifier (docs/data.md), "model" (see [reward_model]), or your own "package.module:function", also
     one written for TRL or verl."""
@@ -301,9 +302,15 @@ class AlgorithmSection:
     max_dead_steps: int = bounds(20, ge=0, le=10**9)
     """Stop after this many consecutive steps without any learning signal. 0: never stop."""
     beta: float = bounds(0.1, gt=0, le=1e6)
-    """Beta of DPO and IPO."""
+    """Scale of log-ratios in DPO, IPO, SimPO and KTO; weight of the odds ratio in ORPO (its lambda)."""
     label_smoothing: float = bounds(0.0, ge=0, le=0.5)
-    """Fraction of preferences assumed to be mislabeled (conservative DPO)."""
+    """Fraction of preferences assumed to be mislabeled (conservative DPO; SimPO too)."""
+    simpo_gamma: float = bounds(1.0, ge=0, le=1e6)
+    """Margin of SimPO: by how much beta times the mean log-prob of a chosen answer should exceed the rejected one's."""
+    desirable_weight: float = bounds(1.0, ge=0, le=1e6)
+    """Weight of chosen answers in KTO."""
+    undesirable_weight: float = bounds(1.0, ge=0, le=1e6)
+    """Weight of rejected answers in KTO."""
 
     @property
     def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
@@ -312,7 +319,7 @@ class AlgorithmSection:
             return "supervised"
         if self.name == "reward_model":
             return "reward"
-        return "preference" if self.name in ("dpo", "ipo") else "rl"
+        return "preference" if self.name in get_args(PreferenceAlgorithm) else "rl"
 
     @property
     def needs_reference(self) -> bool:
@@ -321,7 +328,7 @@ class AlgorithmSection:
     @property
     def compares_with_reference(self) -> bool:
         """Return True if the loss or the reward has the reference's log-probs."""
-        return self.kind == "preference" or (self.kind == "rl" and self.kl_coef > 0)
+        return self.name in ("dpo", "ipo", "kto") or (self.kind == "rl" and self.kl_coef > 0)
 
     @property
     def needs_critic(self) -> bool:

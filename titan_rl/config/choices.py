@@ -42,7 +42,8 @@ ClassicAlgorithm = Literal[
 ]
 GateAlgorithm = Literal["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov", "m2po"]
 RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm]
-AlgorithmName = Literal[RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
+PreferenceAlgorithm = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
+AlgorithmName = Literal[RolloutAlgorithm, "sft", PreferenceAlgorithm, "reward_model"]
 
 
 MOST_SECONDS = 10**7

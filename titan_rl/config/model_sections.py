@@ -77,7 +77,7 @@ class TrainingSection:
     steps: int = bounds(100, ge=0, le=10**9)
     """Number of training steps. 0: run the cold start only."""
     global_batch_size: int = bounds(64, ge=1, le=2**16)
-    """Examples (sft) or pairs (dpo, ipo, reward_model) per step. RL uses rollout.groups_per_step instead."""
+    """Examples (sft) or pairs (dpo, simpo, reward_model, ...) per step. RL uses rollout.groups_per_step instead."""
     seq_len: int = bounds(256, ge=2, le=2**20)
     """Length of a packed row in tokens."""
     stream_groups: int = bounds(0, ge=0, le=2**14)

@@ -92,10 +92,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": {"clip": "kl_cov"},
     # Zheng et al. 2025 (M2PO): no clip; tokens are dropped until the second moment of the log-ratios is small.
     "m2po": {"clip": "none", "rejection": "second_moment"},
-    # Supervised and preference training use only global_batch_size, beta and label_smoothing.
+    # Supervised and preference training use only global_batch_size and the keys from beta on.
     "sft": {},
     "dpo": {},
     "ipo": {},
+    # Meng et al. 2024: mean log-probs, a margin and no reference, with the paper's values for Llama 3 8B.
+    "simpo": {"beta": 2.0},
+    # Hong et al. 2024: supervised on the chosen answer, and an odds ratio against the rejected one; no reference.
+    "orpo": {},
+    # Ethayarajh et al. 2024: each answer by itself is desirable or not.
+    "kto": {},
     "reward_model": {},
 }
 

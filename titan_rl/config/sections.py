@@ -31,6 +31,7 @@ from titan_rl.config.choices import (  # noqa: F401 (declared for all rooms)
     Estimator,
     Family,
     Level,
+    PreferenceAlgorithm,
     Rejection,
     Switch,
     Weight,

@@ -98,7 +98,7 @@ class RunLog(SelfClosing):
         self._plot("cold_start", step, {f"cold_start/{key}": value for key, value in metrics.items()})
 
     def fit(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step of an algorithm that learns from given data: sft, dpo, ipo, reward_model."""
+        """Log a step of an algorithm that learns from given data: examples, or pairs."""
         self._line("fit", step, metrics)
         self._plot("rl", step, metrics)
 

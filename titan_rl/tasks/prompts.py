@@ -137,8 +137,15 @@ def supervised(prompt: Prompt, tokenizer: TextTokenizer, opening: Opening | None
 
 
 def preference(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
-    """Return a pair for DPO: chosen, rejected."""
+    """Return a pair for a policy: chosen, rejected."""
     return [_answered(prompt, answer, tokenizer) for answer in (prompt.answer, prompt.rejected)]
+
+
+def with_answer(prompt: Sample, answer: Sample, most: int) -> Sample:
+    """Return the prompt of one sample with the answer of another, cut to at most `most` tokens."""
+    tokens = [*prompt.tokens[: prompt.prompt], *answer.tokens[answer.prompt :]][:most]
+    mask = [*prompt.mask[: prompt.prompt], *answer.mask[answer.prompt :]][:most]
+    return Sample(tokens=tokens, mask=mask, prompt=prompt.prompt)
 
 
 def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:

@@ -26,7 +26,7 @@ from titan_rl.tasks.rewards import (
     parameters,
     short_repr,
 )
-from titan_rl.tasks.verifiers import VERIFIERS
+from titan_rl.tasks.verifiers import AT_ONCE, VERIFIERS
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
@@ -53,6 +53,8 @@ def component(name: str, arguments: Arguments | None = None) -> Component:
     """Return the built-in verifier of that name, or the user's "package.module:function"."""
     if name in VERIFIERS:
         verify = VERIFIERS[name](arguments or {})
+        if name in AT_ONCE:
+            return Component(name, verify, lambda rewards: _scores(rewards, name, Extras()), at_once=True)
         return Component(
             name, verify, lambda value: ComponentScore(number(value, name)), asynchronous=asynchronous(verify)
         )

@@ -16,7 +16,7 @@ from unicodedata import normalize
 from titan_rl.config.toml import as_float
 from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
-from titan_rl.tasks.llm_judge import LlmJudge
+from titan_rl.tasks.llm_judge import GroupJudge, LlmJudge
 from titan_rl.tasks.procedural import NAME as GYM
 from titan_rl.tasks.procedural import package
 from titan_rl.tasks.rewards import (
@@ -33,7 +33,7 @@ from titan_rl.tasks.rewards import (
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
-Verify = Callable[[Prompt, Answered], Any]
+Verify = Callable[[Prompt, Any], Any]  # judges one answer; those in AT_ONCE judge all
 FENCED = re.compile(r"```(?:json)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 MATH_SECONDS = 5  # math-verify's deadlines; the process's is task.reward_seconds
 
@@ -294,8 +294,11 @@ VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     "code_tests": passes_tests,
     GYM: scored_by_gym,
     "judge": lambda arguments: LlmJudge(arguments, argument),
+    "judge_group": lambda arguments: GroupJudge(arguments, argument),
 }
 """By the names that the config uses."""
+AT_ONCE = ("judge_group",)
+"""Those that judge all answers to a prompt in one call."""
 TAKES: dict[str, tuple[str, ...]] = {
     "number": ("tolerance",),
     "regex": ("pattern",),
@@ -304,5 +307,6 @@ TAKES: dict[str, tuple[str, ...]] = {
     "length": ("longest",),
     GYM: ("extract",),
     "judge": JUDGE_ARGUMENTS,
+    "judge_group": JUDGE_ARGUMENTS,
 }
 """The keys of task.reward_args that each of them reads."""

@@ -28,6 +28,7 @@ from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
 from titan_rl.tasks.privileged import aligned
+from titan_rl.tasks.prompts import with_answer
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.checkpoint_sums import export_damage
@@ -135,6 +136,8 @@ class Learner:
             scores["proximal"] = self.scores(samples)
         if algorithm.kind == "rl" and algorithm.advantage == "optimal_token":
             scores["score_norm"] = self._score_norms(samples)
+        if algorithm.name == "kto":
+            scores["kl"] = self._unrelated_kl(samples)
         if self._meshes.critic is not None:
             scores["value"] = self.scores(samples, self._meshes.critic)
         if not scores:
@@ -335,6 +338,24 @@ class Learner:
         logprobs, sharper = [await self.scores(samples, sharpness=by) for by in (1, 2)]
         wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(logprobs, sharper, strict=True)]
         return [np.maximum(1 - 2 * np.exp(a) + np.exp(2 * a - b), 0.0) for a, b in wide]
+
+    async def _unrelated_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Return KTO's estimate of the KL, for each token: the mean of log pi - log ref of the answers to each prompt's
+        predecessor in the step, at least 0. A pair shares a row, so answers are cut where half a row ends."""
+        most, pairs = self._config.training.seq_len // 2 + 1, [samples[i : i + 2] for i in range(0, len(samples), 2)]
+        unrelated = [
+            with_answer(prompt, answer, most)
+            for pair, previous in zip(pairs, pairs[-1:] + pairs[:-1], strict=True)
+            for prompt, answer in zip(pair, previous, strict=True)
+        ]
+        policy, reference = await asyncio.gather(
+            self.scores(unrelated), self.scores(unrelated, *self._home("reference"))
+        )
+        ratios = [
+            float((p.astype(np.float64) - r)[np.asarray(s.mask) > 0].sum())
+            for s, p, r in zip(unrelated, policy, reference, strict=True)
+        ]
+        return [np.full(len(s.tokens), max(np.mean(ratios), 0.0)) for s in samples]
 
     def _home(self, role: Lent) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""

@@ -29,6 +29,7 @@ Column = Literal[
     "proximal",  # log-prob under the policy before the step's first update
     "reference",  # log-prob under the frozen reference
     "teacher",  # log-prob under the teacher
+    "kl",  # KTO's estimate of the KL to the reference, one for all tokens of a step
     "score_norm",  # squared norm of the log-prob's gradient to the logits, before the step's first update
     "advantage",
     "value",  # the critic's, before the step's first update

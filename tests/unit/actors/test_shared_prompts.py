@@ -34,6 +34,8 @@ ALGORITHMS = {
     "sft": AlgorithmSection(name="sft"),
     "dpo": AlgorithmSection(name="dpo"),
     "ipo": AlgorithmSection(name="ipo"),
+    "orpo": AlgorithmSection(name="orpo"),
+    "kto": AlgorithmSection(name="kto"),
     "reward_model": AlgorithmSection(name="reward_model"),
     "critic": AlgorithmSection(name="ppo"),
 }

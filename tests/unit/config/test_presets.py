@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.folders import write_hf, write_models
 from titan_rl.config.presets import PRESETS, resolve
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config, ModelSection
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config, ModelSection, PreferenceAlgorithm
 from titan_rl.config.toml import find, load, schema, shipped, to_toml
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.preflight.checks import problems, warnings
@@ -64,7 +64,7 @@ def test_a_lag_changes_only_the_preset_without_a_clip(name: str) -> None:
 @names
 def test_quantized_engines_are_corrected_for_unless_a_file_decides(name: str) -> None:
     corrected = {"proximal": "trainer", "correction": "token_tis"}
-    samples = name not in ("sft", "dpo", "ipo", "reward_model")
+    samples = name not in ("sft", *get_args(PreferenceAlgorithm), "reward_model")
     for lag in (0, 2):
         expected = {"name": name, **PRESETS[name], **(corrected if samples else {})}
         assert resolve({"name": name}, lag=lag, dtypes=("bfloat16",), quantized=True) == expected
@@ -168,7 +168,7 @@ def test_a_kl_can_be_added_to_any_preset(name: str, tmp_path: Path, monkeypatch:
     write_hf(tmp_path / "teacher", shape_of(ModelSection()))
     config = loaded(tmp_path, f'[algorithm]\nname = "{name}"\nkl_coef = 0.01\n{NEEDED.get(name, "")}')
     assert (problems(config), warnings(config)) == ([], [])
-    assert config.algorithm.needs_reference == (config.algorithm.kind in ("rl", "preference"))
+    assert config.algorithm.needs_reference == (config.algorithm.kind == "rl" or name in ("dpo", "ipo", "kto"))
 
 
 def test_every_preset_has_a_shipped_config_or_differs_from_grpo_in_the_loss_alone() -> None:

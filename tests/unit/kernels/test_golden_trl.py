@@ -4,7 +4,6 @@ Every policy case runs as a step does: answers packed into microbatches of two s
 If TRL computes something else on purpose, a test pins the difference; docs/algorithms.md lists them all.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,6 @@ import pytest
 import torch
 
 from golden.replay import (
-    Case,
-    LossResult,
-    Placed,
     by_group,
     cases,
     columns,
@@ -23,6 +19,7 @@ from golden.replay import (
     compare_gradients,
     compare_off_policy,
     compare_overlong,
+    pairs_loss,
     placed,
     policy_terms,
     samples,
@@ -38,7 +35,7 @@ from titan_rl.batch.advantages import (
     leave_one_out,
 )
 from titan_rl.kernels.policy_loss import policy_loss
-from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss
 from titan_rl.kernels.surrogate import Surrogate
 
 TRL_POLICY, TRL_RLOO = cases("trl_policy.json"), cases("trl_rloo.json")
@@ -130,38 +127,21 @@ def test_on_policy_rloo_has_trls_gradients(name: str, clip: Any) -> None:
     compare_gradients(x, case)
 
 
-def preference(case: Case, kind: Preference) -> tuple[torch.Tensor, Counter[str], torch.Tensor]:
-    """Loss, metrics' sums, and the leaf. TRL has all chosen answers first, then all rejected ones."""
-    inputs, settings = case["inputs"], case["settings"]
-    pairs = len(inputs["mask"]) // 2
-    order = [half * pairs + pair for pair in range(pairs) for half in (0, 1)]
-    logprob, reference = tensor(inputs["logprob"]).requires_grad_(), tensor(inputs["reference"])
-    packed = samples({key: [inputs[key][i] for i in order] for key in ("length", "mask")})
-
-    def terms(at: Placed) -> LossResult:
-        return dpo_loss(
-            at(logprob[order]),
-            at(torch.zeros_like(reference)),
-            at(reference[order]),
-            Pairs(at.mask, at.sequence, at.sequences, pairs),
-            beta=settings["beta"],
-            label_smoothing=settings["label_smoothing"],
-            kind=kind,
-        )
-
-    return *summed(placed(packed, "token_mean", together=2), terms), logprob
-
-
 @pytest.mark.parametrize("name", sorted(TRL_PREFERENCE.keys() - {"bradley_terry"}))
 def test_preference_losses_and_their_metrics_are_trls(name: str) -> None:
     case = TRL_PREFERENCE[name]
-    theirs = case["outputs"]
-    loss, sums, logprob = preference(case, "ipo" if name == "ipo" else "dpo")
+    theirs, settings = case["outputs"], case["settings"]
+    setup = Preference(
+        name="ipo" if name == "ipo" else "dpo", beta=settings["beta"], label_smoothing=settings["label_smoothing"]
+    )
+    loss, sums, logprob = pairs_loss(case, setup)
     loss.backward()
     compare(loss, theirs["loss"])
     compare(logprob.grad, case["gradients"]["logprob"])
     if name == "ipo":
-        sums = preference(case, "dpo")[1]  # TRL's loss averages over tokens, but it logs rewards of sums
+        sums = pairs_loss(case, replace(setup, name="dpo"))[
+            1
+        ]  # TRL's loss averages over tokens, but it logs rewards of sums
     for key in (key for key in theirs if "/" in key):
         compare(sums[key] / len(case["inputs"]["mask"]), theirs[key])
 

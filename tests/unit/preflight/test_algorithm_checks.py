@@ -163,6 +163,16 @@ TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
             'found "none"',
         ),
         (
+            'name = "kto"\n[training]\nglobal_batch_size = 1',
+            'training.global_batch_size: expected at least 2, because algorithm.name = "kto" measures a KL with '
+            "answers to other prompts of the step, found 1",
+        ),
+        (
+            'name = "kto"\ndesirable_weight = 0\nundesirable_weight = 0',
+            "algorithm.desirable_weight: expected a value above 0, because algorithm.undesirable_weight is 0 too, "
+            "found 0",
+        ),
+        (
             'name = "dpo"\n[reference]\nmesh = "none"',
             'reference.mesh: expected "trainer" or "own", because algorithm.name = "dpo" needs a reference, '
             'found "none"',

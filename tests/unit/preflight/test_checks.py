@@ -150,7 +150,8 @@ def test_the_defaults_run() -> None:
         (
             '[task]\nreward = "exct"',
             'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "choice", '
-            '"format", "length", "code_tests", "reasoning_gym", "judge", "model" or "package.module:function"',
+            '"format", "length", "code_tests", "reasoning_gym", "judge", "judge_group", "model" or '
+            '"package.module:function"',
         ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
@@ -323,6 +324,7 @@ def test_a_run_without_a_moving_average_does_not_go_on_with_one(tmp_path: Path) 
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
         ),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
+        ('[algorithm]\nname = "kto"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of kto"),
         (
             '[generator]\nquantization = "int8"\n[algorithm]\ncorrection = "none"',
             'algorithm.correction is "none" with generator.quantization = "int8": the clip also acts on the',

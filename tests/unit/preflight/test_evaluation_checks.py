@@ -45,6 +45,7 @@ def test_a_sound_set_becomes_problems_with_their_own_settings(rows: str, tmp_pat
     [
         ({"path": "/no/such"}, "eval.sets.a.path: expected a JSONL or Parquet file, found none at '/no/such'"),
         ({"reward": "model"}, 'eval.sets.a.reward: expected a reward other than "model"'),
+        ({"reward": "judge_group"}, "because it compares the answers of a group"),
         ({"reward": "no_such_module:f"}, "eval.sets.a.reward = 'no_such_module:f': No module named"),
         ({"path": "{rows}", "reward": "last_number", "size": 1}, ""),
         ({"path": "{bad}"}, "bad.jsonl:2"),

@@ -8,6 +8,8 @@ import pytest
 from titan_rl.config.toml import load
 from titan_rl.preflight.checks import problems
 
+JUDGE = 'reward_args = {judge_url = "http://host/v1", judge_model = "m"}'
+
 
 def found(tmp_path: Path, keys: str) -> list[str]:
     (tmp_path / "small.toml").write_text(f"[task]\n{keys}\n[eval]\nsize = 8\n")
@@ -66,6 +68,18 @@ def found(tmp_path: Path, keys: str) -> list[str]:
         ),
         ('grader = "judge"', "task.reward_args: expected judge_url to be a string, found none"),
         (
+            f'reward = "judge_group"\n{JUDGE}',
+            'task.eval_reward: expected a reward for the held-out answers, because "judge_group" compares',
+        ),
+        (
+            f'eval_reward = "judge_group"\n{JUDGE}',
+            'task.eval_reward: expected a reward for the held-out answers, because "judge_group" compares',
+        ),
+        (
+            f'grader = "judge_group"\n{JUDGE}\n[rollout]\ngroup_size = 1\n[algorithm]\nname = "reinforce_pp"',
+            'rollout.group_size: expected at least 2, because task.grader = "judge_group" compares answers, found 1',
+        ),
+        (
             'grader = "judge"\nreward_args = {judge_url = "host", judge_model = "m"}',
             "expected judge_url to be a URL such as http://HOST/v1, found 'host'",
         ),
@@ -85,7 +99,8 @@ def test_one_problem_of_rewards(tmp_path: Path, keys: str, message: str) -> None
     [
         'rewards = {exact = 1, last_number = -0.5}\ngrader = "number"',
         'rewards = {regex = 1, format = 0.1}\nreward_args = {pattern = "^a", tags = "think"}\neval_reward = "exact"',
-        'grader = "judge"\nreward_args = {judge_url = "http://h/v1", judge_model = "m"}',
+        f'grader = "judge"\n{JUDGE}',
+        f'reward = "judge_group"\neval_reward = "exact"\n{JUDGE}',
         'grader = "json_schema"\nreward_args = {schema = "{}"}',
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.kernels.kl import Estimator
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
@@ -55,7 +55,7 @@ def metrics_of_losses() -> dict[str, set[str]]:
     statistics = {
         **{f"rl, {kl}": policy(kl) for kl in get_args(Estimator)},
         "supervised": supervised_loss(x, x, torch.ones(4), torch.ones(4) / 4)[1],
-        "preference": dpo_loss(x, x, x, pairs, beta=0.1)[1],
+        "preference": preference_loss(x, x, pairs, Preference(name="kto"), reference_T=x)[1],
         "reward": bradley_terry_loss(x, pairs)[1],
         "value": value_loss(x, old_T=x, return_T=x, mask_T=torch.ones(4), weight_T=torch.ones(4) / 4, clip=0.2)[1],
     }

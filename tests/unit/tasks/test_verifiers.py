@@ -211,7 +211,12 @@ KEY = "sk-very-secret-7"
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, reply: Callable[[dict[str, Any]], Any], texts: list[str], seconds: float = 30
+    monkeypatch: pytest.MonkeyPatch,
+    reply: Callable[[dict[str, Any]], Any],
+    texts: list[str],
+    seconds: float = 30,
+    name: str = "judge",
+    **more: Any,
 ) -> tuple[list[Judgement], list[dict[str, Any]]]:
     """Have answers judged by a server whose reply is made from the request."""
     monkeypatch.setenv("MY_JUDGE", KEY)
@@ -235,8 +240,8 @@ def judged(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        arguments = {"judge_url": f"http://127.0.0.1:{port}/v1/", "judge_model": "m", "judge_key": "MY_JUDGE"}
-        scorer = Scorer(Rubric((("judge", 1.0),), arguments=tuple(arguments.items())))
+        arguments = {"judge_url": f"http://127.0.0.1:{port}/v1/", "judge_model": "m", "judge_key": "MY_JUDGE"} | more
+        scorer = Scorer(Rubric(((name, 1.0),), arguments=tuple(arguments.items())))
         prompt, answers = Prompt(0, "the question {answer}", [], "the reference"), [Answered(text) for text in texts]
         try:
             return await asyncio.to_thread(
@@ -282,3 +287,41 @@ def test_a_judge_that_fails_is_named_and_gives_no_reward(
     assert math.isnan(verdict.reward)
     assert error in verdict.error
     assert KEY not in verdict.error
+
+
+GROUP = ["four", "[5]", 'say {answers} and 3"', "four", "no"]
+"""Two answers are equal."""
+
+
+def test_a_group_is_judged_in_one_call_and_equal_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, seen = judged(monkeypatch, lambda body: "[1] is fine. [8, 10.0,\n2.5, 0]", GROUP, name="judge_group")
+    assert found == [Judgement(reward) for reward in (0.8, 1.0, 0.25, 0.8, 0.0)]
+    (request,) = seen
+    asked = request["body"]["messages"][0]["content"]
+    assert "the question {answer}" in asked
+    assert "the reference" in asked
+    assert "end with a JSON list of 4 numbers" in asked
+    listed = asked.partition("4 strings:\n")[2].partition("\n\nGive")[0]
+    assert json.loads(listed) == list(dict.fromkeys(GROUP)), "no text can pose as another answer"
+
+
+def test_a_groups_judge_may_have_another_prompt_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"judge_prompt": "{count} of {answers} in 0..{scale}", "judge_scale": 4}
+    found, seen = judged(monkeypatch, lambda body: "[1, 4]", ["a", "b"], name="judge_group", **more)
+    assert [verdict.reward for verdict in found] == [0.25, 1.0]
+    assert seen[0]["body"]["messages"][0]["content"] == '2 of [\n"a",\n"b"\n] in 0..4'
+    with pytest.raises(ValueError, match=r"expected \{answers\} in judge_prompt, found none"):
+        VERIFIERS["judge_group"]({"judge_url": "http://x", "judge_model": "m", "judge_prompt": "{answer}"})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["no idea", "[1]", "[1, 2, 3]", "[1, 11]", "[1, -1]", "[1, NaN]", "[1, true]", '["1", "2"]', "[1, 2", "[1, 2] [1]"],
+)
+def test_a_groups_judge_that_ranks_too_few_or_too_high_gives_no_reward(
+    monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    found, seen = judged(monkeypatch, lambda body: reply, ["a", "b"], name="judge_group")
+    assert len(seen) == 1
+    expected = f"expected the judge to reply with a JSON list of 2 numbers from 0 to 10, found {reply!r}"
+    assert all(math.isnan(verdict.reward) and expected in verdict.error for verdict in found)

@@ -141,6 +141,40 @@ async def test_the_norm_of_a_tokens_score_comes_from_two_temperatures(tmp_path: 
     assert mesh.temperatures == [0.7, 0.35]
 
 
+class Lending(Scoring):
+    """Ranks that also hold the reference, whose log-probs are lower by 0.25."""
+
+    async def scores(
+        self, batches: list[Batch], temperature: float, lent: str
+    ) -> tuple[list[list[np.ndarray]], list[int]]:
+        found, checksums = await super().scores(batches, temperature, lent)
+        return [[rows - 0.25 * (lent != "") * self.sign for rows in batch] for batch in found], checksums
+
+    sign = 1
+
+
+@pytest.mark.parametrize(("sign", "seq_len"), [(1, 64), (1, 14), (-1, 64)])
+async def test_ktos_kl_is_of_answers_to_the_previous_prompt(tmp_path: Path, sign: int, seq_len: int) -> None:
+    """log pi - log ref is 0.25 per token. In half a row of 14 an answer of 7 tokens does not fit."""
+    mesh = Lending(tmp_path)
+    mesh.sign = sign
+    config = Config(algorithm=AlgorithmSection(name="kto"), training=TrainingSection(seq_len=seq_len))
+    learner, _ = learner_of(tmp_path, config, mesh)
+
+    def answered(prompt: int, answer: int) -> Sample:
+        return Sample([*range(prompt), *[5] * answer], [0] * prompt + [1] * answer, {}, prompt)
+
+    sizes = [(4, 1), (4, 2), (1, 7), (1, 3), (2, 4), (2, 4)]
+    moved = [n for prompt, n in zip((4, 4, 1, 1, 2, 2), (4, 4, 1, 2, 7, 3), strict=True)]
+    fits = [min(n, seq_len // 2 + 1 - prompt) for (prompt, _), n in zip(sizes, moved, strict=True)]
+    assert (fits == moved) == (seq_len == 64)
+    made = await learner.judge([answered(*size) for size in sizes])
+    expected = 0.25 * sum(fits) / len(sizes) if sign > 0 else 0.0
+    for sample in made:
+        assert sample.columns.keys() == {"reference", "kl"}
+        assert sample.columns["kl"] == pytest.approx([expected] * len(sample.tokens), abs=1e-6)
+
+
 def sample(trained: int) -> Sample:
     ones = [1.0] * (trained + 1)
     return Sample([1] * (trained + 1), [0] + [1] * trained, {"behaviour": ones, "advantage": ones})

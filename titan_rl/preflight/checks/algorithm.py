@@ -34,6 +34,11 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield wrong(f"curriculum.{key}", f'0, because algorithm.name = "{a.name}" samples no answers')
     if a.kind == "reward" and config.cold_start.steps:
         yield wrong("cold_start.steps", "0, because a reward model generates no answers")
+    if a.name == "kto" and config.training.global_batch_size < 2:
+        others = 'because algorithm.name = "kto" measures a KL with answers to other prompts of the step'
+        yield wrong("training.global_batch_size", f"at least 2, {others}")
+    if a.name == "kto" and not a.desirable_weight + a.undesirable_weight:
+        yield wrong("algorithm.desirable_weight", "a value above 0, because algorithm.undesirable_weight is 0 too")
     if a.kind != "rl":
         return
     because = f'because algorithm.advantage = "{a.advantage}"'
@@ -285,8 +290,8 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
             'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
         )
-    if a.name == "ipo" and a.label_smoothing:
-        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it"
+    if a.name in ("ipo", "orpo", "kto") and a.label_smoothing:
+        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of {a.name} does not use it"
     if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip in ("clip_cov", "none"):
         return
     preset = algorithm_of({"name": a.name}, config)

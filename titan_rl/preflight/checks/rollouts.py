@@ -32,6 +32,7 @@ from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.row_files import EXPECTED
 from titan_rl.tasks.task import Task, load_task, set_rows
+from titan_rl.tasks.verifiers import AT_ONCE
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.seeds import derive
 
@@ -179,10 +180,11 @@ def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
 
 def _check_reward(config: Config, chosen: EvalSet, label: str, examples: Sequence[Example]) -> Iterator[str]:
     names = [chosen.reward] if chosen.reward else [name for name, _ in evaluation_rubric(config.task).parts]
-    rule = next((name for name in names if name in ("model", "last_number", "number")), names[0])
-    if rule == "model":
+    rule = next((name for name in names if name in ("model", "last_number", "number", *AT_ONCE)), names[0])
+    if rule in ("model", *AT_ONCE):
         why = "because a reward model cannot measure a policy trained against it"
-        yield f'{label}.reward: expected a reward other than "model", {why}, found "model"'
+        why = "because it compares the answers of a group" if rule in AT_ONCE else why
+        yield f'{label}.reward: expected a reward other than "{rule}", {why}, found "{rule}"'
     elif rule in ("last_number", "number"):
         bad = next(((e, answer) for e in examples if (answer := unnumbered(e))), None)
         if bad is not None:

@@ -25,11 +25,12 @@ from titan_rl.sandbox.local import LocalSandbox
 from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
+from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, expected_number
 from titan_rl.tasks.row_files import EXPECTED, row_files
 from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
-from titan_rl.tasks.verifiers import TAKES
+from titan_rl.tasks.verifiers import AT_ONCE, TAKES
 from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
 from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
@@ -224,11 +225,17 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
             yield f'task.{key}: expected a reward other than "model", {why}, found "model"'
         if name in ("model", *BUILT_IN):
             continue
+        if name in AT_ONCE and config.algorithm.kind == "rl" and config.rollout.group_size < 2:
+            yield problem(config, "rollout.group_size", f'at least 2, because task.{key} = "{name}" compares answers')
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
         prompt = first and untokenized(first, task)
         yield from check_callable(f"task.{key}", name, prompt, task)
         if name == "code_tests":
             yield from _untested(config, key, [*train, *heldout])
+    compares = next((name for name, _ in evaluation_rubric(task).parts if name in AT_ONCE), "")
+    if compares and config.eval.size and config.samples_rollouts:
+        why = f'because "{compares}" compares the answers of a group (eval.size = 0 disables evaluation)'
+        yield problem(config, "task.eval_reward", f"a reward for the held-out answers, {why}")
 
 
 def _untested(config: Config, key: str, examples: Sequence[Example]) -> Iterator[str]:
