@@ -258,8 +258,9 @@ def checkpoints_saved(history: History) -> Iterator[str]:
 
 def _summary_steps(folder: Path) -> Any:
     """Return the last step of a summary, which a run writes after its last checkpoint, or None."""
+    path = folder / SUMMARY
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return json.loads((folder / SUMMARY).read_bytes())["steps"]
+        return json.loads(path.read_bytes())["steps"] if path.is_file() else None  # a FIFO has no end
     return None
 
 

@@ -40,7 +40,7 @@ def test_respawned_trainers_leave_the_pins_of_the_living_connections(cudart: Cud
     """The generator's own endpoint connects, again and again, to trainers that are gone by then."""
     live = {"p": torch.zeros(44, 16)}
     generator: Any = SimpleNamespace(
-        _engine=SimpleNamespace(params=lambda: live), _settings=SETTINGS, _rank=0, _landings={}
+        _engine=SimpleNamespace(params=lambda slot: live), _settings=SETTINGS, _rank=0, _landings={}
     )
     connect: Any = inspect.unwrap(cast(Any, Generator.connect)._method)
     staging = trainer(-1)

@@ -61,7 +61,7 @@ def test_the_json_has_every_fact_and_no_secret() -> None:
 def test_without_any_package_it_says_so_and_what_to_do() -> None:
     done = without_packages()
     assert (done.returncode, done.stderr) == (1, "")
-    assert "error: not installed for this Python: torch, torchtitan, spmd_types, torchmonarch, " in done.stdout
+    assert "error: not installed for this Python: torch, torchtitan, spmd-types, torchmonarch, " in done.stdout
     assert "    remedy: " in done.stdout
     report = json.loads(without_packages("--json").stdout)
     assert not report["ok"]
