@@ -288,24 +288,22 @@ def load(
     return replace(config, algorithm=algorithm_of(own, config, gpus=gpus))
 
 
-def policies_of(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> list[str]:
+def policies_of(path: Path) -> list[str]:
     """Return the names of a file's policies, in order; none if it trains one policy. A file that cannot be read has
     none: `load` refuses it."""
     tables = [table for _, section, table in _tables(path, []) if section == POLICIES and isinstance(table, dict)]
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    flags = [flag for flag, _ in overrides if flag.startswith(f"{POLICIES}.")]
-    problems = [
-        f"[{POLICIES}.{name}]: expected a name of letters a to z, digits and _"
-        for name in names
-        if not NAME.fullmatch(name)
-    ]
-    for flag in flags:
-        _, _, rest = flag.partition(".")
-        if (name := rest.partition(".")[0]) not in names:
-            problems.append(f"--{flag}: the config has no policy {name!r}{did_you_mean(name, names)}")
-    if problems:
-        raise ConfigError(problems)
-    return names
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def problems_of_names(names: Sequence[str], overrides: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield what is wrong with the names of policies, and with those that flags have."""
+    for name in names:
+        if not NAME.fullmatch(name):
+            yield f"[{POLICIES}.{name}]: expected a name of letters a to z, digits and _"
+    for flag, _ in overrides:
+        section, _, rest = flag.partition(".")
+        if section == POLICIES and (name := rest.partition(".")[0]) not in names:
+            yield f"--{flag}: the config has no policy {name!r}{did_you_mean(name, names)}"
 
 
 def load_of_run(folder: Path, overrides: Sequence[tuple[str, str]] = (), notes: list[str] | None = None) -> Config:

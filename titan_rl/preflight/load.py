@@ -68,14 +68,23 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         print_help(argv)
         raise SystemExit(0)
     arguments, gpus, scaled, notes = read(argv), found_gpus(), list[str](), list[str]()
-    policies = dict[str, Config]()
+    configs = dict[str, Config]()  # by policy; "": what all share
     try:
         path = config_file.find(arguments.config)
-        config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0, notes=notes)
-        for name in config_file.policies_of(path, arguments.overrides):
-            policies[name] = config_file.load(path, arguments.overrides, gpus=gpus.count > 0, policy=name)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
+    names = config_file.policies_of(path)
+    problems = [*arguments.problems, *config_file.problems_of_names(names, arguments.overrides)]
+    for name in ("", *names):
+        try:
+            configs[name] = config_file.load(
+                path, arguments.overrides, gpus=gpus.count > 0, notes=None if name else notes, policy=name
+            )
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]  # shared ones come again
+    if len(problems) > len(arguments.problems):
+        refuse(arguments.config, problems)
+    config, policies = configs.pop(""), configs
     if arguments.scale == TINY:
         models, keys = stand_ins(config, arguments.dry_run and not submits), {key for key, _ in arguments.overrides}
         config, scaled = shrunk(config, keys, models)

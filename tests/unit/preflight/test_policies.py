@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.config.toml import ConfigError, find, load, load_of_run, policies_of, to_toml
+from titan_rl.config.toml import ConfigError, find, load, load_of_run, policies_of, problems_of_names, to_toml
 from titan_rl.preflight.checks.policies import merged
 from titan_rl.run import main
 
@@ -89,11 +89,24 @@ def test_what_a_policy_cannot_have(text: str, message: str, tmp_path: Path) -> N
 def test_names(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     path.write_text("[policies.'../x'.task]\n[policies.Ab.task]\n")
-    with pytest.raises(ConfigError) as raised:
-        policies_of(path)
-    assert len(raised.value.problems) == 2
-    with pytest.raises(ConfigError, match="the config has no policy 'sum'; did you mean 'sums'"):
-        policies_of(file, [("policies.sum.optimizer.lr", "1")])
+    assert len(list(problems_of_names(policies_of(path), []))) == 2
+    (problem,) = problems_of_names(policies_of(file), [("policies.sum.optimizer.lr", "1")])
+    assert problem.endswith("the config has no policy 'sum'; did you mean 'sums'?")
+
+
+def test_problems_of_all_policies_and_of_what_they_share_are_refused_at_once(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--policies.sum.optimizer.lr=1", "--policies.sums.optimizer.lrr=1", "--policies.pairs.training.seq_len=9"]
+    with pytest.raises(SystemExit) as left:
+        main(["--config", str(file), *flags, "--algorithm.clipp=3"])
+    assert left.value.code == 2
+    assert [line.split(":")[0].strip(" -") for line in capsys.readouterr().err.splitlines()[1:]] == [
+        "policies.sum.optimizer.lr",
+        "algorithm.clipp",
+        "policies.sums.optimizer.lrr",
+        "policies.pairs.training.seq_len",
+    ]
 
 
 def test_all_that_cannot_be_yet_is_refused_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
