@@ -97,7 +97,7 @@ def flash_on_cpu() -> Iterator[dict[str, int]]:
     library.impl("_flash_attention_forward", forward)
     library.impl("_flash_attention_backward", backward)
     chosen = document_attention.overrides
-    document_attention.overrides = lambda device, compute: chosen("cuda", "bfloat16")
+    document_attention.overrides = lambda device, compute, **_: chosen("cuda", "bfloat16")
     try:
         yield calls
     finally:
