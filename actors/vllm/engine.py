@@ -274,7 +274,9 @@ class Engine:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
         that were refused."""
         if not self.serves:
-            raise RuntimeError("expected a version of every policy with requests, found none of one")
+            raise RuntimeError(
+                "expected a version of every policy with requests, found none: sync weights before sampling"
+            )
         began = time.perf_counter()
         outputs = self._llm.step() if self._in_vllm and not self.asleep else []
         for output in outputs:

@@ -49,9 +49,9 @@ def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> 
             rank.write_text(BEGIN + f"sys.path.remove({scratch!r})\nsys.argv[:] = {argv!r}\n{program}")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [scratch, environment.get("PYTHONPATH")]))
             code = forked(Path(folder, kind), environment, files)
-        errors = Path(scratch, "err").read_text()
-        assert code == 0, errors[-3000:]
-        return Path(scratch, "out").read_text()
+        output, errors = (Path(scratch, name).read_text() for name in ("out", "err"))
+        assert code == 0, output[-3000:] + errors[-3000:]
+        return output
 
 
 def forked(server: Path, environment: Mapping[str, str], files: Sequence[IO[str]]) -> int:

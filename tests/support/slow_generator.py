@@ -15,7 +15,7 @@ from titan_rl.wire.types import Completion, Request
 class SlowEngine:
     """Is always busy, and answers a request after the step that it enters: with the number of that step."""
 
-    asleep, version, busy = False, 0, True
+    asleep, version, busy, serves = False, 0, True, True
 
     def __init__(self, seconds: float) -> None:
         self.began = list[float]()  # each step

@@ -267,7 +267,7 @@ def check_the_id_of_a_withdrawn_request_can_be_used_again(engine: Engine) -> Non
 
 
 def check_nothing_is_sampled_before_a_version(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "version", None)
+    monkeypatch.setattr(engine, "versions", [None])
     with pytest.raises(RuntimeError, match="sync weights before sampling"):
         engine.add([Request("a", CONTEXT, [0], Sampling(4))])
     assert not engine.busy
