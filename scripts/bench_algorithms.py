@@ -7,7 +7,7 @@
     .venv/bin/python scripts/bench_algorithms.py --config my_task.toml --training.steps 100
     .venv/bin/python scripts/bench_algorithms.py --plot                              # only print and plot the CSV
 
-A run has the config's own keys but those of [algorithm], which are the preset's. All presets have the same rate: the
+A run has the keys of the config, with the preset in place of its [algorithm]. All presets have the same rate: the
 figure compares them as they ship, not each at its best rate. Runs that have a row are not repeated, so the script
 continues where it was stopped. Seconds count from the command, start-up and evaluations included, on the machine that
 the CSV names; presets run in turn, so that a busy hour slows them alike.
@@ -25,7 +25,17 @@ from statistics import mean
 from typing import Any
 
 from bench.axes import COLORS, Axes, legend, look_of, svg
-from bench.rows import BENCHMARKS, CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
+from bench.rows import (
+    BENCHMARKS,
+    CONFIG,
+    append_rows,
+    csv_rows,
+    curve_columns,
+    metric_lines,
+    points_of,
+    ran_on,
+    run_to_end,
+)
 from titan_rl.config.presets import PRESETS, algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, find, load, to_toml
@@ -63,7 +73,7 @@ def main() -> int:
 
 
 def configs_of(name: str, algorithms: Sequence[str], overrides: Sequence[tuple[str, str]]) -> dict[str, Config]:
-    """Return the config of each algorithm: the file's, with the preset's [algorithm] instead of its own."""
+    """Return the config of each algorithm: the file's, with the preset in place of its [algorithm]."""
     config = load(find(name), overrides)
     own = {key.removeprefix("algorithm."): value for key, value in overrides if key.startswith("algorithm.")}
     if own:
@@ -72,7 +82,7 @@ def configs_of(name: str, algorithms: Sequence[str], overrides: Sequence[tuple[s
 
 
 def refused(configs: Mapping[str, Config]) -> list[str]:
-    """Return what a dry run says of each config that cannot run."""
+    """Return the refusal of each config that fails a dry run."""
     problems = list[str]()
     for algorithm, config in configs.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -116,19 +126,12 @@ def measured(config: Config, seed: int) -> dict[str, Any]:
         began = time.time()
         run_to_end({}, config=written(config, Path(folder), seed))
         lines = metric_lines(Path(folder) / "run", "eval", "rl", "fit")
-    points = [(line["step"], line[EVAL_SCORE], line["time"] - began) for line in lines if EVAL_SCORE in line]
+    points = [(line["step"], line["time"] - began, line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line]
     trained = sorted(line["time/step"] for line in lines if "time/step" in line)
     return {
-        "start": f"{points[0][1]:.4f}",
-        "final": f"{points[-1][1]:.4f}",
-        "curve": " ".join(f"{step}:{score:.4f}" for step, score, _ in points),
-        "seconds": " ".join(f"{step}:{seconds:.1f}" for step, _, seconds in points),
+        **curve_columns(points),
         "step_s": f"{trained[len(trained) // 2]:.3f}",
     }
-
-
-def points_of(text: str) -> dict[int, float]:
-    return {int(step): float(value) for step, value in (point.split(":") for point in text.split())}
 
 
 def summary(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:

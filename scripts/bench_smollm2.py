@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.axes import COLORS, Axes, legend, look_of, svg
 from bench.peak_memory import run_and_measure
-from bench.rows import BENCHMARKS, append_rows, csv_rows, metric_lines, ran_on, run_command
+from bench.rows import BENCHMARKS, append_rows, csv_rows, curve_columns, metric_lines, points_of, ran_on, run_command
 from bench.step_ways import ENV, engines_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
@@ -88,10 +88,7 @@ def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[s
             took = [each["took"] for each in found if "took" in each]
     return {
         "steps": config.training.steps,
-        "start": f"{points[0][2]:.4f}",
-        "final": f"{points[-1][2]:.4f}",
-        "curve": " ".join(f"{step}:{score:.4f}" for step, _, score in points),
-        "seconds": " ".join(f"{step}:{seconds:.1f}" for step, seconds, _ in points),
+        **curve_columns(points),
         "step_s": f"{statistics.median(took):.2f}",
         "peak_gib": f"{peak / 2**30:.2f}",
         "load_before": load_before,
@@ -118,10 +115,6 @@ def same_for_trl(config: Config) -> dict[str, Any]:
         **{name: asdict(getattr(config, name)) for name in ("rollout", "training", "optimizer", "algorithm", "eval")},
         "seed": config.debug.seed,
     }
-
-
-def points_of(text: str) -> dict[int, float]:
-    return {int(step): float(value) for step, value in (point.split(":") for point in text.split())}
 
 
 def summary(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -180,7 +180,7 @@ def _replaced(attention: Any) -> str:
 
 def overrides(device: str, compute: str, *, sinks: bool = False) -> list[str]:
     """Return the override of TorchTitan's attention, which may not run here, or not compute in this dtype. With sinks
-    it has wrong gradients: varlen_attn's backward ignores that of the log-sum-exp (torch 2.13)."""
+    it has wrong gradients: varlen_attn's backward ignores the log-sum-exp's (torch 2.13)."""
     if device == "cuda" and compute == "float32":
         logger.warning(
             'training.mixed_precision_param = "float32": attention runs in float32 too, in torch\'s SDPA, '

@@ -288,6 +288,12 @@ class TitanModel:
         self.model.zero_grad()
         private.drop_unsharded_gradients(self.model)
 
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale the gradients so that their norm over the mesh is at most `max_norm`. Return the norm before."""
+        parameters, pp_mesh = list(self.model.parameters()), self.dims.get_optional_mesh("pp")
+        ep = self.dims.ep_enabled
+        return float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, pp_mesh=pp_mesh, ep_enabled=ep))
+
     def release_memory(self) -> None:
         """Give the memory that torch's allocator keeps for later back to the device, which another process shares."""
         self.reshard()

@@ -20,7 +20,6 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.optimizer.utils import init_optim_state
-from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.endpoint import busy_seconds
 from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
@@ -209,15 +208,7 @@ class Phase:
                 reduction = Reduction.of(self._statistics, batch, mesh, scale, parts=parts)
                 self._statistics = []
                 routed = take_routed(self._model.model, self._model.dims)
-                grad_norm = float(
-                    dist_utils.clip_grad_norm_(
-                        list(self._model.model.parameters()),
-                        self._model.config.training.max_norm,
-                        foreach=True,
-                        pp_mesh=self._model.dims.get_optional_mesh("pp"),
-                        ep_enabled=self._model.dims.ep_enabled,
-                    )
-                )
+                grad_norm = self._model.clip_gradients(self._model.config.training.max_norm)
             with span("optimizer"):
                 self.settle()
                 if math.isfinite(grad_norm):  # it is the mesh's, so all ranks agree; else the weights would be spoilt

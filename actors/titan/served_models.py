@@ -20,7 +20,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.sync.merged import whole
 from titan_rl.actors.titan import lora, titan_cpu
@@ -97,15 +96,7 @@ class ServedModels:
         settings = {"lr": step.lr, "betas": (step.beta1, step.beta2), "eps": step.eps}
         for group in optimizer.param_groups:
             group.update(settings, weight_decay=step.weight_decay)
-        norm = float(
-            dist_utils.clip_grad_norm_(
-                list(model.model.parameters()),
-                step.max_norm or math.inf,
-                foreach=True,
-                pp_mesh=model.dims.get_optional_mesh("pp"),
-                ep_enabled=model.dims.ep_enabled,
-            )
-        )
+        norm = model.clip_gradients(step.max_norm or math.inf)
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()

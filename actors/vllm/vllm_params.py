@@ -37,7 +37,7 @@ def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = 
 
 
 def adapters_in(slot: int, pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the adapters among the pieces, as those of a further policy's slot. Their names have the slot, so that a
+    """Return the adapters among the pieces, for a further policy's slot. Their names have the slot, so that a
     reader refuses what another policy's trainers have packed."""
     return [replace(piece, param=in_slot(slot, piece.param)) for piece in pieces if is_adapter(piece.name)]
 

@@ -121,3 +121,18 @@ def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = RUN, config: st
 def metric_lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] in kinds]
+
+
+def curve_columns(points: Sequence[tuple[int, float, float]]) -> dict[str, str]:
+    """Return the columns of a run's evaluations, each of which is a step, seconds since the command, and a score."""
+    return {
+        "start": f"{points[0][2]:.4f}",
+        "final": f"{points[-1][2]:.4f}",
+        "curve": " ".join(f"{step}:{score:.4f}" for step, _, score in points),
+        "seconds": " ".join(f"{step}:{seconds:.1f}" for step, seconds, _ in points),
+    }
+
+
+def points_of(text: str) -> dict[int, float]:
+    """Read a column of curve_columns: values by step."""
+    return {int(step): float(value) for step, value in (point.split(":") for point in text.split())}

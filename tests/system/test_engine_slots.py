@@ -177,7 +177,7 @@ def check_a_sync_of_one_policy_leaves_the_other_alone(policies: Policies, keep: 
 
 def check_the_adapters_of_another_policy_are_refused(policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: slot 1's bytes are written into slot 0, too. The next sync of slot 0 compares all of its
-    blocks, also those that it did not write."""
+    blocks, written or not."""
     policies.serve(0, 1)
     policies.serve(1, 2)
     slots = [policies.engine.params(slot) for slot in range(SLOTS)]

@@ -247,7 +247,7 @@ tell(coefs=[step(model)[2] for _ in range(2)])
 
 
 def test_the_entropys_control_resumes_to_the_last_bit(tmp_path: Path) -> None:
-    """And begins at the key's value, if a run without a target goes on with one."""
+    """It begins at the key's value if a run is resumed with a target that it had not."""
     *resumed, changed = results_of_rank(ENTROPY, tmp_path)
     for one in resumed:
         assert one["then"] == one["whole"]

@@ -198,13 +198,14 @@ def bad_request(message: str) -> Refused:
     return Refused(HTTPStatus.BAD_REQUEST, "invalid_request", message)
 
 
-def json_body(raw: bytes) -> Body:
+def json_body(raw: bytes, refused: Callable[[str], Exception] = bad_request) -> Body:
+    """Return a body that is a JSON object, or raise what `refused` makes of the reason."""
     try:
         body = orjson.loads(raw)
     except ValueError as error:
-        raise bad_request(f"expected a body in JSON, found {error}") from error
+        raise refused(f"expected a body in JSON, found {error}") from error
     if not isinstance(body, dict):
-        raise bad_request(f"expected a JSON object as the body, found a {type(body).__name__}")
+        raise refused(f"expected a JSON object as the body, found a {type(body).__name__}")
     return body
 
 

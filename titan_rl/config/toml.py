@@ -207,7 +207,7 @@ def load(
     gpus: this machine has some, which decides keys of a preset (presets.py). of_run: the file is in a run's folder, and
     may be of an earlier version: its removed keys have no effect. notes: gets a line for each key without an effect,
     and for each renamed key of a file of the user's. policy: return the config of one of the file's policies
-    (policies.py), whose own keys win; without a name, what they share.
+    (policies.py), with its keys over the shared ones; "": the shared ones alone.
     """
     problems: list[str] = []
     ignored: list[str] = []
@@ -296,7 +296,7 @@ def policies_of(path: Path) -> list[str]:
 
 
 def problems_of_names(names: Sequence[str], overrides: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield what is wrong with the names of policies, and with those that flags have."""
+    """Yield a problem for each bad name of a policy, and for each flag of an unknown policy."""
     for name in names:
         if not NAME.fullmatch(name):
             yield f"[{POLICIES}.{name}]: expected a name of letters a to z, digits and _"

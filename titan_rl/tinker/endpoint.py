@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from titan_rl.agents.openai_endpoint import json_body
 from titan_rl.tinker.messages import BadInput, address
 from titan_rl.tinker.service import Answer, Failed, NotFound, Service
 from titan_rl.wire.errors import RunError
@@ -104,7 +105,7 @@ class TinkerEndpoint:
         return replied({"request_id": self._service.call(self._service.forward_backward, message, model, seq)})
 
     async def _fetch(self, request: web.Request) -> web.Response:
-        body = json_body(await request.read())
+        body = json_body(await request.read(), BadInput)
         try:
             answer = await self._service.fetch(body.get("request_id"), POLL_SECONDS)
         except (BadInput, Failed) as error:
@@ -178,23 +179,13 @@ def plain(answer: Callable[[web.Request], Body]) -> Callable[[web.Request], Awai
 
 def of_body(answer: Callable[[Body], Body]) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handled(request: web.Request) -> web.Response:
-        return replied(answer(json_body(await request.read())))
+        return replied(answer(json_body(await request.read(), BadInput)))
 
     return handled
 
 
 def promised(call: Callable[[Body], str]) -> Callable[[Body], Body]:
     return lambda body: {"request_id": call(body)}
-
-
-def json_body(raw: bytes) -> Body:
-    try:
-        body = orjson.loads(raw)
-    except ValueError as error:
-        raise BadInput(f"expected a body in JSON, found {error}") from error
-    if not isinstance(body, dict):
-        raise BadInput(f"expected a JSON object as the body, found a {type(body).__name__}")
-    return body
 
 
 def replied(answer: Answer, status: int = HTTPStatus.OK) -> web.Response:

@@ -94,7 +94,7 @@ def test_routes_of_a_steps_updates_add_up() -> None:
     ]
     assert one_step(*updates).metrics == {
         **{"router/imbalance": 2.0, "router/imbalance_max": 3.0, "router/idle": 0.25},
-        **{"routing/replayed": 0.5, "routing/agreement": 0.75},  # of the first update
+        **{"routing/replayed": 0.5, "routing/agreement": 0.75},  # measured in the first update
     }
 
 
