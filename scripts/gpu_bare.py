@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show titan_rl's CUDA paths on one GPU without vLLM and Monarch, in at most four minutes, and write a report.
+"""Show titan_rl's CUDA paths on one GPU without vLLM and Monarch, in at most five minutes, and write a report.
 
     python3 -m pip install --no-index --no-deps --target /tmp/site .whl/*.whl
     PYTHONPATH=$PWD:/tmp/site python3 scripts/gpu_bare.py --out gpu_bare.md
@@ -65,13 +65,13 @@ class Process:
 
 
 PROCESSES = [
-    Process("card", ["machine", "varlen", "checksums"], 24),
-    Process("head", ["head", "speed"], 30),
-    Process("trainer_numbers", ["float32", "bfloat16"], 30),
-    Process("trainer_steps", ["eager", "recompute"], 50, EXPANDABLE),
-    Process("trainer_steps", ["compiled"], 60, EXPANDABLE),
-    Process("trainer_numbers", ["deterministic"], 18, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-    Process("weights", ["weights"], 28),
+    Process("card", ["machine", "varlen", "checksums"], 34),
+    Process("head", ["head", "speed"], 32),
+    Process("trainer_numbers", ["float32", "bfloat16"], 36),
+    Process("trainer_steps", ["eager", "recompute"], 72, EXPANDABLE),
+    Process("trainer_steps", ["compiled"], 70, EXPANDABLE),
+    Process("trainer_numbers", ["deterministic"], 22, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+    Process("weights", ["weights"], 34),
 ]
 MODULES = {mode: process.module for process in PROCESSES for mode in process.modes}
 

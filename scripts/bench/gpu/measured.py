@@ -24,7 +24,7 @@ def begin(mode: str) -> None:
 
 def say(what: str, found: float | str, against: str = "", ok: bool | None = None) -> None:
     """Report one row: a quantity, its value, the bound with the reason for it, and whether it holds."""
-    shown = f"{found:.4g}" if isinstance(found, float) else found
+    shown = f"{found:.4g}" if isinstance(found, float) else str(found)
     row = [what, shown, against, {True: "ok", False: "WRONG", None: ""}[ok]]
     print(f"ROW {json.dumps(row)}", flush=True)
 
