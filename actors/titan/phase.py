@@ -27,6 +27,7 @@ from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.lora import TrainedState
 from titan_rl.actors.titan.model import AveragedWeights, DeviceRows, TitanModel
+from titan_rl.actors.titan.private import end_checkpoint_process
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
 from titan_rl.actors.titan.spec import adapter
@@ -268,6 +269,7 @@ class Phase:
         except BaseException as error:  # it does not count; the next phase may begin
             print(f"the last checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr)
         self._checkpoints.close()
+        end_checkpoint_process()
         self._copies.close()
         self._instruments.stop_profiler()
 

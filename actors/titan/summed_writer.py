@@ -7,6 +7,7 @@ DCP unpickles .metadata and every value that is no tensor. load_checkpoint refus
 """
 
 import io
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -59,6 +60,11 @@ class SummedWriter(FileWriter):
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
         self.fs = self._files = SummedFiles()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in the process that writes checkpoints. DCP logs each request there to the terminal: mute that."""
+        logging.getLogger().setLevel(logging.WARNING)
+        self.__dict__.update(state)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         parts = WrittenParts(super().write_data(plan, planner).value())

@@ -3,6 +3,8 @@
 ENV: dict[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs here, where its parameters can be written
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "FLASHINFER_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",  # bars of CUDA graphs, between a run's own lines
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

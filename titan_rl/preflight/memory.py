@@ -425,11 +425,10 @@ def measured_trainer(config: Config, shape: ModelShape, measured: Mapping[str, f
     if far(held, by_allocator) and held > own.allocated:
         keys.append(f"memory.fragmentation = {held / own.allocated - 1:.2f}")
     if far(outside, own.outside + others):
-        key = "nccl_buffers_mb" if own.peers else "cuda_context_mb"
-        rest = own.outside + others - (getattr(own.allowances, key) << 20)
+        unset = others and not own.allowances.sleeping_engine_mb  # the engine's share is the least certain estimate
+        key = "sleeping_engine_mb" if unset else "nccl_buffers_mb" if own.peers else "cuda_context_mb"
+        rest = own.outside + others - (others if unset else getattr(own.allowances, key) << 20)
         keys.append(f"memory.{key} = {max(0, outside - rest) >> 20}")
-        if others and not own.allowances.sleeping_engine_mb:  # else the engine's estimate would follow the context's
-            keys.append(f"memory.sleeping_engine_mb = {others >> 20}")
     return (
         f"a trainer takes {gib(held + outside)} GiB of its GPU (estimated {gib(need.nbytes)}): torch's allocator "
         f"{gib(held)} ({gib(by_allocator)}), all else {gib(outside)} ({gib(own.outside + others)})"

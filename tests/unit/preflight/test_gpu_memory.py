@@ -145,7 +145,9 @@ def gib_metrics(reserved: float, outside: float) -> dict[str, float]:
     return {"memory/max_reserved_gib": reserved, "memory/outside_gib": outside}
 
 
-@pytest.mark.parametrize(("name", "key", "was"), [(EIGHT, "nccl_buffers_mb", 1024), (ONE, "cuda_context_mb", 1280)])
+@pytest.mark.parametrize(
+    ("name", "key", "was"), [(EIGHT, "nccl_buffers_mb", 1024), (ONE, "sleeping_engine_mb", 1280 + 1024)]
+)
 def test_a_trainers_memory_names_the_allowances_that_differ(name: str, key: str, was: int) -> None:
     shape = QWEN_600M if name == ONE else LLAMA_8B
     config = on_gpus(load(find(name), [("generator.kv_cache_memory_mb", "3072")]), shape, 0)
@@ -157,6 +159,8 @@ def test_a_trainers_memory_names_the_allowances_that_differ(name: str, key: str,
     assert "set" not in equal
     fewer = measured_trainer(config, shape, gib_metrics(by_allocator / 2, outside))
     assert "set" not in fewer  # the parts are upper bounds
+    less = measured_trainer(config, shape, gib_metrics(by_allocator, outside - 1))
+    assert less.endswith(f"; set memory.{key} = {was - 1024}")
     more = measured_trainer(config, shape, gib_metrics(by_allocator * 1.2, outside + 1))
     settings = dict(re.findall(r"(memory\.\w+) = ([\d.]+)", more))
     assert settings["memory.fragmentation"] == f"{1.2 * 1.08 - 1:.2f}"
