@@ -95,7 +95,8 @@ class Controller:
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
     def note_memory(self, metrics: Mapping[str, float]) -> None:
-        self.run.terminal.note(measured_trainer(self.setup.resolved, self.setup.shape, metrics))
+        setup = self.setup
+        self.run.terminal.note(measured_trainer(setup.resolved, setup.shape, metrics, setup.adapters))
 
     # -- RL -------------------------------------------------------------------------------------------------------
 

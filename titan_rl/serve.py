@@ -129,12 +129,13 @@ def serve_tinker(options: argparse.Namespace, overrides: Sequence[tuple[str, str
 
 def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scratch: Path) -> int:
     from titan_rl.preflight.checks import checked_run
+    from titan_rl.preflight.memory import SERVED
     from titan_rl.preflight.plan import prepare, settle
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.run_lock import RunLock
     from titan_rl.record.terminal import Terminal
 
-    run, terminal = checked_run(argv), Terminal()
+    run, terminal = checked_run(argv, SERVED), Terminal()
     config = without_task(run.config)
     if config.lora.in_vllm is None:
         found = f'{config.lora.rank}, "{config.lora.sync}"'
@@ -147,7 +148,14 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
     bound = bound_socket(options.host, options.port)
     try:
         with RunLock(Path(config.job.dump_folder)) as lock:
-            setup = prepare(run.config_name, config, device=run.device, gpus=run.gpus, scratch=scratch / "assets")
+            setup = prepare(
+                run.config_name,
+                config,
+                device=run.device,
+                gpus=run.gpus,
+                scratch=scratch / "assets",
+                adapters=run.adapters,
+            )
             setup = settle(setup, lock)
             code = drive(lambda: served_models(setup, bound, key, terminal), terminal)
     except FolderRefused as error:

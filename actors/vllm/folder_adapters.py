@@ -14,9 +14,13 @@ MAX_TOGETHER, MAX_READ = 4, 32
 
 def engine_args(rank: int, layers: tuple[str, ...]) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for adapters of at most this rank on these layers of every block."""
-    largest = min(size for size in RANKS if size >= rank)
-    sizes = {"max_loras": MAX_TOGETHER, "max_cpu_loras": MAX_READ, "max_lora_rank": largest}
+    sizes = {"max_loras": MAX_TOGETHER, "max_cpu_loras": MAX_READ, "max_lora_rank": slot_rank(rank)}
     return {"enable_lora": True, "lora_target_modules": [*layers], **sizes}
+
+
+def slot_rank(rank: int) -> int:
+    """Return the size of vLLM's slots with room for this rank."""
+    return min((size for size in RANKS if size >= rank), default=rank)  # checks refuse a rank above all
 
 
 def request(folder: str, numbers: dict[tuple[str, int, int], int]) -> Any:

@@ -19,6 +19,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.fetch.models import FetchFailed, with_models
 from titan_rl.preflight.help import print_help, print_usage
+from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_needed
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import shrunk
@@ -35,6 +36,7 @@ class Invocation:
     config: Config
     dry_run: bool
     policies: Mapping[str, Config] = field(default_factory=dict)  # [policies]; then `config` is the shared part
+    adapters: AdapterCounts = ONE_POLICY
     gpus: Gpus = NO_GPUS
     problems: tuple[str, ...] = ()  # found in the command line
     warnings: tuple[str, ...] = ()
@@ -104,6 +106,7 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
         config=config,
         dry_run=arguments.dry_run,
         policies=policies,
+        adapters=AdapterCounts.of_policies(len(policies) or 1),
         gpus=gpus,
         problems=tuple(arguments.problems),
         warnings=tuple(notes),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 
+from titan_rl.actors.vllm.folder_adapters import MAX_TOGETHER, slot_rank
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
@@ -36,6 +37,24 @@ Cut = Mapping[str, ShardedModel]
 """How TorchTitan cuts the models, by mesh."""
 NO_LORA = LoraSection()
 UNKNOWN: Cut = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """How many policies' adapters a run has over one base."""
+
+    banked: int = 0  # in the trainers' bank, besides those in the model
+    optimizers: int = 1
+    slots: int = 1  # of an engine
+
+    @classmethod
+    def of_policies(cls, number: int) -> "AdapterCounts":
+        return cls(number - 1, number, number)
+
+
+ONE_POLICY = AdapterCounts()
+SERVED = AdapterCounts(MAX_TOGETHER, MAX_TOGETHER, MAX_TOGETHER)
+"""Of a server of adapters: as many models as a batch of its engines may use. It accepts more while there is memory."""
 
 
 def count(n: float) -> str:
@@ -139,9 +158,11 @@ def trained(
     *,
     lent: int = 0,
     averages: bool = False,
+    adapters: AdapterCounts = ONE_POLICY,
 ) -> Estimate:
     """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own, and
-    may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer."""
+    may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer, and
+    those of several policies each have their own."""
     t, lora, sharded = config.training, config.lora, sharded or by_formula(shape, p, config.lora)
     each, changed = BYTES[t.dtype], sharded.adapters or sharded.held
     own, copies = count(changed), f" x {1 + lent} models" if lent else ""
@@ -152,9 +173,13 @@ def trained(
             "frozen weights": MemoryPart(fixed * small * (1 + lent), f"{count(fixed)} own x {small}{copies}"),
             "adapters": MemoryPart(changed * each, f"{own} x {each}"),
         }
+    if adapters.banked:
+        formula = f"values and gradients of {adapters.banked} policies x {own} x {each}"
+        state["adapter bank"] = MemoryPart(2 * adapters.banked * changed * each, formula)
     if averages:
         state["teacher's average"] = MemoryPart(changed * each, f"{own} x {each}")
-    state["optimizer"] = MemoryPart(2 * changed * each, f"{own} x {each} x 2 moments")
+    moments = f"{own} x {each} x 2 moments" + (f" x {adapters.optimizers} policies" if adapters.optimizers > 1 else "")
+    state["optimizer"] = MemoryPart(2 * adapters.optimizers * changed * each, moments)
     reduced = {"gradients": MemoryPart(changed * each, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
@@ -182,8 +207,8 @@ def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: Sh
     return Estimate(kept, peak, config.memory, p.world_size - 1)
 
 
-def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
-    """Estimate one rank of a generator with a KV cache of `cache` bytes."""
+def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Estimate:
+    """Estimate one rank of a generator with a KV cache of `cache` bytes, and `slots` for the adapters it applies."""
     g = config.generator
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     batch = g.max_num_batched_tokens or max(PREFILL_TOKENS, g.max_num_seqs)
@@ -194,6 +219,7 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     token = cache_bytes_per_token(config, shape)
     kept = {
         "weights": engine_weights(config, shape),
+        **({"adapter slots": adapter_slots(config, shape, slots)} if config.lora.in_vllm else {}),
         "KV cache": MemoryPart(cache, f"{count(cache // token)} tokens x {size(token)}"),
     }
     formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"
@@ -219,6 +245,15 @@ def engine_weights(config: Config, shape: ModelShape) -> MemoryPart:
     rest = shape.parameters - codes
     formula = f"({count(codes)} fp8 codes + {count(scales)} scales x 4 + {count(rest)} others x {each}) / TP {tp}"
     return MemoryPart((codes + 4 * scales + rest * each) // tp, formula)
+
+
+def adapter_slots(config: Config, shape: ModelShape, slots: int) -> MemoryPart:
+    """Return the slots of one rank of a generator. Each has room for adapters of the largest rank on all layers."""
+    g, rank = config.generator, slot_rank(config.lora.rank)
+    each, tp = BYTES[g.dtype], g.tensor_parallel_degree
+    sizes = adapter_sizes(replace(config.lora, rank=rank), shape)
+    one = sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
+    return MemoryPart(slots * one * each, f"{slots} of rank {rank} x {count(one)} own x {each}")
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -383,16 +418,22 @@ class Need:
         return self.nbytes <= self.limit
 
 
-def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKNOWN) -> dict[str, Need]:
+def needs(
+    config: Config,
+    shape: ModelShape,
+    gpu_bytes: int,
+    sharded: Cut = UNKNOWN,
+    adapters: AdapterCounts = ONE_POLICY,
+) -> dict[str, Need]:
     """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
     copies, averages = len(lent(config)), config.algorithm.averages
     cut = sharded.get("trainer")
-    trainer = trained(config, shape, config.parallelism, cut, lent=copies, averages=averages)
+    trainer = trained(config, shape, config.parallelism, cut, lent=copies, averages=averages, adapters=adapters)
     beside = {"sleeping engine": asleep(config)} if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
-        by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
+        by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0, adapters.slots)
     shapes, whole = role_shapes(config, shape), replace(config, lora=LoraSection())
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
@@ -414,10 +455,12 @@ def beside_sleeping_engine(config: Config, shape: ModelShape, free: int, total: 
     return text if need.own.total <= free else f"{text}; {advice}"
 
 
-def measured_trainer(config: Config, shape: ModelShape, measured: Mapping[str, float]) -> str:
+def measured_trainer(
+    config: Config, shape: ModelShape, measured: Mapping[str, float], adapters: AdapterCounts = ONE_POLICY
+) -> str:
     """Compare what a trainer rank takes of its GPU by its memory/* metrics with the estimate, and name the allowances
     to set. Torch's allocator may hold less than the estimated parts, which are upper bounds: no allowance is wrong."""
-    need = needs(config, shape, 0)["trainer"]
+    need = needs(config, shape, 0, adapters=adapters)["trainer"]
     own, others = need.own, sum(need.others.values())
     held, outside = (int(measured[f"memory/{name}_gib"] * GIB) for name in ("max_reserved", "outside"))
     by_allocator = own.total - own.outside
@@ -454,7 +497,7 @@ def lent(config: Config) -> list[str]:
     return ["reference"] * reference + ["teacher"] * teacher
 
 
-def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) -> Need:
+def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int, slots: int) -> Need:
     """A KV cache without a size takes the memory within gpu_memory_utilization that weights, graphs and a waiting
     `trainer` leave, but at least one sequence."""
     g = config.generator
@@ -462,20 +505,20 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) 
     cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
     if not cache:
         allowed = int(gpu_bytes * g.gpu_memory_utilization)
-        free = allowed - trainer - engine(config, shape, 0).total
+        free = allowed - trainer - engine(config, shape, 0, slots).total
         cache = max(longest, int(free / (1 + config.memory.fragmentation)))
         limit = gpu_bytes if trainer else allowed
-    own = engine(config, shape, cache)
+    own = engine(config, shape, cache, slots)
     return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})
 
 
-def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY) -> Config:
     """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
     the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
     after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
 
     def fits(tried: Config, nbytes: float, *others: str) -> bool:
-        by_mesh = needs(tried, shape, int(nbytes))
+        by_mesh = needs(tried, shape, int(nbytes), adapters=adapters)
         return gpu_bytes > 0 and all(need.fits for name, need in by_mesh.items() if name not in others)
 
     spared = (1 - SPARE) * gpu_bytes
@@ -487,7 +530,7 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
     if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
         return final
-    cache = needs(final, shape, gpu_bytes)["generator"].own.kept["KV cache"].nbytes
+    cache = needs(final, shape, gpu_bytes, adapters=adapters)["generator"].own.kept["KV cache"].nbytes
     return resolved(final, "cuda", cache_mb=cache >> 20)
 
 
@@ -538,7 +581,9 @@ class CacheRoom:
         return max(0, self.nbytes // self.block - 1)  # vLLM keeps one for itself
 
 
-def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom | None:
+def cache_room(
+    config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY
+) -> CacheRoom | None:
     """Return the room in the KV cache of one engine, from a config; None if nothing is sampled, if an
     engine measures the room itself, or if it does not fit its GPU, which check_gpu_memory refuses."""
     g = config.generator
@@ -546,8 +591,8 @@ def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom |
         return None
     nbytes = g.kv_cache_memory_mb << 20
     if not nbytes and gpu_bytes:
-        planned = on_gpus(config, shape, gpu_bytes)
-        need = needs(planned, shape, gpu_bytes)["generator"]
+        planned = on_gpus(config, shape, gpu_bytes, adapters)
+        need = needs(planned, shape, gpu_bytes, adapters=adapters)["generator"]
         nbytes = need.own.kept["KV cache"].nbytes if need.fits else 0
     if not nbytes:
         return None
@@ -571,7 +616,9 @@ class HostLoad:
         return sum(self.held.values())
 
 
-def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> list[HostLoad]:
+def host_loads(
+    config: Config, shape: ModelShape, sharded: Cut, gpus: int, adapters: AdapterCounts = ONE_POLICY
+) -> list[HostLoad]:
     """Return the load of every host; none if it is not known how the models are cut, or they do not fit the hosts."""
     try:
         placed = place(config, slots_per_host(config, gpus))
@@ -607,17 +654,19 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
                     held[peer]["peers' snapshots"] += whole // p.world_size
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
-                held[host]["offloaded states"] += offloaded(config, sharded[name], saved_tensors(config, name))
+                own_states = offloaded(config, sharded[name], saved_tensors(config, name), adapters)
+                held[host]["offloaded states"] += own_states
         if config.activation_checkpoint.mode == "offload":
             for host in hosts[name]:
                 held[host]["block inputs"] += block_inputs(config, shape, p)
     return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
 
 
-def offloaded(config: Config, sharded: ShardedModel, saved: int = TENSORS) -> int:
+def offloaded(config: Config, sharded: ShardedModel, saved: int = TENSORS, adapters: AdapterCounts = ONE_POLICY) -> int:
     """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded.
     `saved`: tensors per trained parameter besides its gradient."""
-    trained = (saved + 1) * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
+    others = 2 * adapters.banked + 2 * (adapters.optimizers - 1)  # tensors of other policies
+    trained = (saved + 1 + others) * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
     frozen = sharded.held - sharded.adapters if sharded.adapters else 0
     return trained + frozen * BYTES[config.lora.base_dtype]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
-from titan_rl.preflight.memory import on_cpu, on_gpus, saved_tensors
+from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
@@ -70,6 +70,7 @@ class Setup:
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
     policies: "Mapping[str, Setup]" = field(default_factory=dict)
     """Of a run of several policies: each, in the order of the engines' slots. The rest is then the meshes'."""
+    adapters: AdapterCounts = ONE_POLICY
 
     @property
     def policy(self) -> Policy:
@@ -99,7 +100,15 @@ def export_notes(folder: Path) -> list[str]:
 
 
 @refusing
-def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
+def prepare(
+    name: str,
+    given: Config,
+    *,
+    device: str,
+    scratch: Path,
+    gpus: Gpus = NO_GPUS,
+    adapters: AdapterCounts = ONE_POLICY,
+) -> Setup:
     """Plan a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
     config = on_device(given, device)
     check_folder(config.job)
@@ -143,7 +152,8 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
         name=name,
         given=given,
         config=config,
-        resolved=on_gpus(config, shape, gpus.nbytes) if on_gpu else on_cpu(config, shape, host_memory()),
+        resolved=on_gpus(config, shape, gpus.nbytes, adapters) if on_gpu else on_cpu(config, shape, host_memory()),
+        adapters=adapters,
         folder=folder,
         shape=shape,
         tokenizer=tokenizer,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES, Config
@@ -22,14 +23,15 @@ SHARED = ("model", "lora", "weights", "microbatch", "on a GPU")
 def prepared(run: Invocation, scratch: Path) -> Setup:
     """Plan a checked run. Of several policies, plan each, without snapshots; and the meshes of all, which have the
     first policy's config but for the run's own folder."""
+    prepared_on = partial(prepare, device=run.device, gpus=run.gpus, adapters=run.adapters)
     if not run.policies:
-        return prepare(run.config_name, run.config, device=run.device, gpus=run.gpus, scratch=scratch)
+        return prepared_on(run.config_name, run.config, scratch=scratch)
     setups = dict[str, Setup]()
     for policy, given in run.policies.items():
         config = replace(given, fault=replace(given.fault, snapshot_interval=0))
         (own := scratch / policy).mkdir()
         name = f"{run.config_name}: {policy}"
-        setups[policy] = prepare(name, config, device=run.device, gpus=run.gpus, scratch=own)
+        setups[policy] = prepared_on(name, config, scratch=own)
     return _shared(run.config_name, run.config, setups)
 
 

@@ -36,8 +36,9 @@ def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
     except CannotShard as error:
         refuse(setup.name, [str(error)])
     most = gpus_of_hosts(config, gpus.count)
-    problems = [*check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded)]
-    if problems := [*problems, *check_host_memory(config, shape, sharded, gpus.count)]:
+    adapters = setup.adapters
+    problems = [*check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded, adapters=adapters)]
+    if problems := [*problems, *check_host_memory(config, shape, sharded, gpus.count, adapters)]:
         refuse(setup.name, problems)
     return sharded
 

@@ -148,7 +148,7 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
     if setup.device != "cuda" or not nbytes:
         return []
     tables = list[PartTable]()
-    for name, need in needs(config, shape, nbytes, sharded).items():
+    for name, need in needs(config, shape, nbytes, sharded, setup.adapters).items():
         overhead = need.own.overhead
         rows = [(part, f"{gib(own.nbytes)} GiB", own.formula) for part, own in need.own.parts.items()]
         rows += [
@@ -162,7 +162,7 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
             rows.append(("concurrency", str(cache // cache_bytes_per_token(config, shape) // longest), fits))
         full = f"{gib(need.nbytes)} of {gib(need.limit)} GiB by estimate"
         tables.append(PartTable(f"{name}, each rank", rows, full))
-    if loads := host_loads(config, shape, sharded, setup.gpus.count):
+    if loads := host_loads(config, shape, sharded, setup.gpus.count, setup.adapters):
         tables += [hosts_table(config, loads), sync_table(config, shape, loads)]
     return tables
 

@@ -12,8 +12,9 @@ from titan_rl.config.sections import LoraSection, ReferenceSection
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.checks.machine import check_gpu_memory
-from titan_rl.preflight.memory import GIB, needs, on_gpus, trained
+from titan_rl.preflight.memory import GIB, SERVED, AdapterCounts, adapter_slots, needs, offloaded, on_gpus, trained
 from titan_rl.wire.adapters import adapter_parameters, adapter_sizes, targets
+from titan_rl.wire.model_shape import ShardedModel
 
 MOE = '[model]\nname = "qwen3_moe"\n'
 
@@ -79,6 +80,65 @@ def test_only_adapters_have_gradients_and_an_optimizer() -> None:
     assert parts["frozen weights"].nbytes == 2 * (LLAMA_8B.parameters // shards)
     assert parts["optimizer"].nbytes == 2 * 4 * added // shards
     assert parts["gradients"].nbytes == 4 * added // shards
+
+
+INTO_OUT = {  # of LLAMA_8B's linear layers
+    "q": (4096, 4096),
+    "k": (4096, 1024),
+    "v": (4096, 1024),
+    "o": (4096, 4096),
+    "gate": (4096, 14336),
+    "up": (4096, 14336),
+    "down": (14336, 4096),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("names", [["q", "k", "v", "up"], []], ids=str)
+def test_every_policy_has_its_adapters_and_their_optimizer(names: list[str], shards: int) -> None:
+    flags = [("lora.rank", "16"), ("lora.targets", ",".join(names)), ("lora.sync", "adapter")]
+    flags.append(("parallelism.data_parallel_shard_degree", str(shards)))
+    config = on_gpus(load(find("grpo_llama3_8b"), flags), LLAMA_8B, 0)
+    numbers = 32 * sum(16 * into + out * 16 for into, out in (INTO_OUT[name] for name in names or INTO_OUT))
+    three = AdapterCounts.of_policies(3)
+    one, several = (
+        {name: part.nbytes for name, part in need["trainer"].own.parts.items()}
+        for need in (needs(config, LLAMA_8B, 0), needs(config, LLAMA_8B, 0, adapters=three))
+    )
+    own = numbers // shards * 4  # bytes of A and B in float32
+    assert several == one | {"adapter bank": 2 * (own + own), "optimizer": 3 * 2 * own}
+    assert one["optimizer"] == 2 * own
+    assert "adapter bank" not in one
+    served = needs(config, LLAMA_8B, 0, adapters=SERVED)["trainer"].own.parts
+    assert served["adapter bank"].nbytes == 4 * 2 * own  # the model has the base's, which are zeros
+    assert served["optimizer"].nbytes == 4 * 2 * own
+
+
+def test_adapters_of_other_policies_are_offloaded_too() -> None:
+    flags = [("lora.rank", "16"), ("training.enable_cpu_offload", "true")]
+    config = on_gpus(load(find("grpo_llama3_8b"), flags), LLAMA_8B, 0)
+    cut = ShardedModel(held=1000, whole=8000, block=1, last=1, adapters=10, adapters_whole=80)
+    one, three = (offloaded(config, cut, adapters=AdapterCounts.of_policies(n)) for n in (1, 3))
+    assert one == 4 * 10 * 4 + 990 * 2  # value, gradient and two moments in float32 beside frozen ones in bfloat16
+    assert three == 3 * 4 * 10 * 4 + 990 * 2
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(16, 16), (20, 32)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_engines_have_slots_of_the_largest_rank(rank: int, slot: int, tp: int) -> None:
+    """Tensor parallelism cuts A of o and down, and B of the others."""
+    flags = [("lora.rank", str(rank)), ("lora.sync", "adapter"), ("generator.tensor_parallel_degree", str(tp))]
+    config = on_gpus(load(find("grpo_llama3_8b"), flags), LLAMA_8B, 0)
+    numbers = sum(
+        slot * into // tp + out * slot if name in ("o", "down") else slot * into + out * slot // tp
+        for name, (into, out) in INTO_OUT.items()
+    )
+    one, three = (needs(config, LLAMA_8B, 0, adapters=AdapterCounts.of_policies(n))["generator"] for n in (1, 3))
+    assert one.own.kept["adapter slots"].nbytes == 32 * numbers * 2
+    assert three.own.kept["adapter slots"].nbytes == 3 * 32 * numbers * 2
+    assert three.own.kept["adapter slots"] == adapter_slots(config, LLAMA_8B, 3)
+    merged = replace(config, lora=replace(config.lora, sync="merge"))
+    assert "adapter slots" not in needs(merged, LLAMA_8B, 0)["generator"].own.parts
 
 
 def test_a_reference_takes_nothing() -> None:

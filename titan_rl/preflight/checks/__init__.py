@@ -24,6 +24,7 @@ from titan_rl.preflight.checks import (
     trackers,
 )
 from titan_rl.preflight.load import Invocation, load
+from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.shapes import usable_shape
@@ -31,9 +32,11 @@ from titan_rl.wire.gpus import NO_GPUS, Gpus
 
 
 @refusing
-def checked_run(argv: Sequence[str]) -> Invocation:
-    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem."""
+def checked_run(argv: Sequence[str], counts: AdapterCounts | None = None) -> Invocation:
+    """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem. `counts`:
+    those of a server, instead of the config's policies."""
     run = load(argv)
+    run = replace(run, adapters=counts or run.adapters)
     refused, warned = judged(run)
     if refused:
         refuse(run.given_name, refused)
@@ -49,10 +52,10 @@ def judged(run: Invocation) -> tuple[list[str], list[str]]:
         warned = policies.merged({name: warned for name, (_, warned) in each.items()})
         return [*run.problems, *policies.check_policies(run.policies), *refused], warned
     config, gpus = run.config, run.gpus
-    refused, here = [*run.problems, *config_problems(config, gpus)], host_problems(config, gpus=gpus)
+    refused, here = [*run.problems, *config_problems(config, gpus, run.adapters)], host_problems(config, gpus=gpus)
     if run.dry_run and gpus.here and config.hosts.device != "cpu":
-        return refused, [*warnings(config, gpus=gpus), *here]
-    return [*refused, *here], warnings(config, gpus=gpus)
+        return refused, [*warnings(config, gpus=gpus, counts=run.adapters), *here]
+    return [*refused, *here], warnings(config, gpus=gpus, counts=run.adapters)
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
@@ -60,7 +63,7 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     return [*config_problems(config, gpus), *host_problems(config, gpus=gpus)]
 
 
-def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
+def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLICY) -> Iterator[str]:
     """Yield the problems of keys and files, and of memory on GPUs of this size."""
     device = device_of(config, gpus.count)
     config, gpus = on_device(config, device), gpus if device == "cuda" else NO_GPUS
@@ -95,8 +98,9 @@ def config_problems(config: Config, gpus: Gpus) -> Iterator[str]:
     yield from algorithm.check_routing_replay(config, shape)
     yield from model.check_roles(config, shape)
     if gpus.nbytes:
-        yield from machine.check_gpu_memory(config, shape, gpus.nbytes, most=gpus_of_hosts(config, gpus.count))
-    yield from machine.check_cache_room(config, shape, gpus.nbytes)
+        most = gpus_of_hosts(config, gpus.count)
+        yield from machine.check_gpu_memory(config, shape, gpus.nbytes, most=most, adapters=counts)
+    yield from machine.check_cache_room(config, shape, gpus.nbytes, counts)
 
 
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
@@ -108,12 +112,12 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     ]
 
 
-def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
+def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
     found += [*task.data_warnings(config), *trackers.tracker_warnings(config)]
     if shape := usable_shape(config)[0]:
-        found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
+        found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0, counts)
         found += machine.snapshot_warning(config, shape) if gpus.here else ()
     return found

@@ -13,7 +13,9 @@ from titan_rl.config.sections import BYTES, Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.memory import (
     GIB,
+    ONE_POLICY,
     UNKNOWN,
+    AdapterCounts,
     Cut,
     cache_room,
     gib,
@@ -157,25 +159,32 @@ def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
 
 
 def check_gpu_memory(
-    config: Config, shape: ModelShape, gpu_bytes: int, *, most: int, sharded: Cut = UNKNOWN
+    config: Config,
+    shape: ModelShape,
+    gpu_bytes: int,
+    *,
+    most: int,
+    sharded: Cut = UNKNOWN,
+    adapters: AdapterCounts = ONE_POLICY,
 ) -> Iterator[str]:
     """Check that every rank fits its GPU by estimate, and name the nearest setting with which it does. `most`: how many
     GPUs there are."""
     config = on_device(config, "cuda")
-    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, sharded).items():
+    planned = on_gpus(config, shape, gpu_bytes, adapters)
+    for name, need in needs(planned, shape, gpu_bytes, sharded, adapters).items():
         if not need.fits:
-            nearest = _nearest(config, shape, gpu_bytes, name, most)
+            nearest = _nearest(config, shape, gpu_bytes, name, most, adapters)
             room = f"{gib(need.limit)} GiB of a GPU's {gib(gpu_bytes)}"
             found = f"{gib(need.nbytes)} GiB by estimate ({need.parts})"
             yield f"[{need.key}]: expected {need.what} that fits {room}, found {found}; {nearest}"
 
 
-def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most: int) -> str:
+def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most: int, adapters: AdapterCounts) -> str:
     """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
     changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
     for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
         other = changed(config, keys)
-        need = needs(on_gpus(other, shape, gpu_bytes), shape, gpu_bytes)[name]
+        need = needs(on_gpus(other, shape, gpu_bytes, adapters), shape, gpu_bytes, adapters=adapters)[name]
         if need.fits and gpus_needed(other) <= most:
             settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
             return f"{settings} needs {gib(need.nbytes)} GiB"
@@ -220,9 +229,11 @@ def _doubles(value: int, most: int) -> Iterator[int]:
         yield value
 
 
-def check_cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> Iterator[str]:
+def check_cache_room(
+    config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY
+) -> Iterator[str]:
     """Check that the KV cache of an engine holds the sequences that it samples at once."""
-    room, g = cache_room(config, shape, gpu_bytes), config.generator
+    room, g = cache_room(config, shape, gpu_bytes, adapters), config.generator
     if config.samples_rollouts and config.placement.kind == "colocated" and not (g.kv_cache_memory_mb or gpu_bytes):
         why = 'because with placement.kind = "colocated" it is planned, and the memory of the GPUs is unknown'
         yield problem(config, "generator.kv_cache_memory_mb", f"a size, {why}")
@@ -237,8 +248,10 @@ def check_cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> Itera
         yield f"generator.max_model_len: expected at most {room.length(room.fewest)}, {cache}, found {room.longest}"
 
 
-def cache_warning(config: Config, shape: ModelShape, gpu_bytes: int) -> Iterator[str]:
-    room = cache_room(config, shape, gpu_bytes)
+def cache_warning(
+    config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY
+) -> Iterator[str]:
+    room = cache_room(config, shape, gpu_bytes, adapters)
     if room is None or not room.fewest <= room.whole < room.wanted:
         return
     advice = "lower generator.max_model_len if no sequence is as long"
@@ -250,9 +263,11 @@ def cache_warning(config: Config, shape: ModelShape, gpu_bytes: int) -> Iterator
     )
 
 
-def check_host_memory(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> Iterator[str]:
+def check_host_memory(
+    config: Config, shape: ModelShape, sharded: Cut, gpus: int, adapters: AdapterCounts = ONE_POLICY
+) -> Iterator[str]:
     """Refuse what does not fit the stated memory of a host."""
-    loads, memory = host_loads(config, shape, sharded, gpus), config.hosts.memory_gb * GIB
+    loads, memory = host_loads(config, shape, sharded, gpus, adapters), config.hosts.memory_gb * GIB
     fullest = max((load for load in loads), key=lambda load: load.total, default=None)
     if not memory or fullest is None or fullest.total <= memory:
         return
