@@ -3,14 +3,18 @@
 
     .venv/bin/python scripts/bench_algorithms.py                                     # grpo_llama, 12 presets, 3 seeds
     .venv/bin/python scripts/bench_algorithms.py --config calc_llama                 # several turns
-    .venv/bin/python scripts/bench_algorithms.py --config grpo_smollm2_lora --algorithms grpo gspo sapo --seeds 0 1
-    .venv/bin/python scripts/bench_algorithms.py --config my_task.toml --training.steps 100
+    .venv/bin/python scripts/bench_algorithms.py --config grpo_smollm2_lora --seeds 0 1              # 6 presets
+    .venv/bin/python scripts/bench_algorithms.py --config my_task.toml --algorithms grpo gspo --training.steps 100
     .venv/bin/python scripts/bench_algorithms.py --plot                              # only print and plot the CSV
 
-A run has the keys of the config, with the preset in place of its [algorithm]. All presets have the same rate: the
-figure compares them as they ship, not each at its best rate. Runs that have a row are not repeated, so the script
-continues where it was stopped. Seconds count from the command, start-up and evaluations included, on the machine that
-the CSV names; presets run in turn, so that a busy hour slows them alike.
+A run has the keys of the config, with the preset in place of its [algorithm], and two updates per step: in the first
+every ratio is 1, and presets that differ in their gates alone are the same. All presets have the same rate: the figure
+compares them as they ship, not each at its best rate. Seconds count from the command, start-up and evaluations
+included, on the machine that the CSV names; presets run in turn, so that a busy hour slows them alike.
+
+A row is appended after each run. After Ctrl-C the same command continues with the runs that have no row yet: those of
+its config, preset, seed, steps and keys. Files: docs/benchmarks/algorithms.csv, algorithms_CONFIG_by_step.svg and
+algorithms_CONFIG_by_seconds.svg.
 """
 
 import argparse
@@ -42,43 +46,67 @@ from titan_rl.config.toml import ConfigError, find, load, to_toml
 from titan_rl.deployed import Refused, overrides_of
 from titan_rl.record.metric_docs import EVAL_SCORE
 
-ALGORITHMS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo")
-"""Presets that need nothing but a task."""
+ALGORITHMS = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "ppo"),  # baselines
+    *("dapo", "gspo", "cispo", "sapo", "dppo", "kl_cov"),  # gates
+)
+"""Presets that need nothing but a task, whose rewards are at least 0 (maxrl)."""
+FEWER = {"grpo_smollm2_lora": ("grpo", "rloo", "dapo", "gspo", "cispo", "sapo")}
+"""Presets by default for configs whose runs take long."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=CONFIG, help="a shipped config, or your own file")
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(PRESETS), metavar="NAME")
+    parser.add_argument("--algorithms", nargs="+", choices=list(PRESETS), metavar="NAME", help="default: 12, or 6")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--minibatches", type=int, default=2, help="updates per step")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "algorithms.csv")
     parser.add_argument("--plot", action="store_true", help="only print and plot the CSV")
     a, others = parser.parse_known_args()
     name = Path(a.config).stem
+    try:
+        overrides = overrides_of(others)
+        configs = configs_of(a.config, a.algorithms or FEWER.get(name, ALGORITHMS), overrides, a.minibatches)
+        if not a.plot and (problems := refused(configs)):
+            raise ConfigError(problems)
+    except (ConfigError, Refused) as error:
+        print(error, file=sys.stderr)
+        return 2
+    keys = " ".join(f"{key}={value}" for key, value in [("algorithm.minibatches", a.minibatches), *overrides])
     if not a.plot:
         try:
-            configs = configs_of(a.config, a.algorithms, overrides_of(others))
-        except (ConfigError, Refused) as error:
-            print(error, file=sys.stderr)
-            return 2
-        if problems := refused(configs):
-            print("\n".join(problems), file=sys.stderr)
-            return 2
-        measure(a.csv, name, configs, a.seeds)
-    rows = [row for row in csv_rows(a.csv) if row["config"] == name]
+            measure(a.csv, {"config": name, "keys": keys}, configs, a.seeds)
+        except KeyboardInterrupt:
+            print("stopped; the same command continues", file=sys.stderr)
+            return 130
+    rows = [row for row in csv_rows(a.csv) if (row["config"], row["keys"]) == (name, keys)]
+    if not rows:
+        print(f"{a.csv} has no run of {name} with {keys}", file=sys.stderr)
+        return 1
     print("\n".join(summary(rows)))
     for unit in ("step", "seconds"):
         a.csv.with_name(f"{a.csv.stem}_{name}_by_{unit}.svg").write_text(plot(rows, unit))
     return 0
 
 
-def configs_of(name: str, algorithms: Sequence[str], overrides: Sequence[tuple[str, str]]) -> dict[str, Config]:
-    """Return the config of each algorithm: the file's, with the preset in place of its [algorithm]."""
-    config = load(find(name), overrides)
+def configs_of(
+    file: str, algorithms: Sequence[str], overrides: Sequence[tuple[str, str]], minibatches: int
+) -> dict[str, Config]:
+    """Return the config of each algorithm: the file's, with the preset in place of its [algorithm]. A critic without a
+    rate has the policy's."""
+    config = load(find(file), overrides)
     own = {key.removeprefix("algorithm."): value for key, value in overrides if key.startswith("algorithm.")}
     if own:
         raise ConfigError([f"--algorithm.{key}: expected no key of [algorithm]: presets are compared" for key in own])
-    return {algorithm: replace(config, algorithm=algorithm_of({"name": algorithm}, config)) for algorithm in algorithms}
+    configs = dict[str, Config]()
+    for name in algorithms:
+        algorithm = algorithm_of({"name": name, "minibatches": minibatches}, config)
+        critic = config.critic
+        if algorithm.needs_critic and not critic.lr:
+            critic = replace(critic, lr=config.optimizer.lr)
+        configs[name] = replace(config, algorithm=algorithm, critic=critic)
+    return configs
 
 
 def refused(configs: Mapping[str, Config]) -> list[str]:
@@ -104,20 +132,20 @@ def written(config: Config, folder: Path, seed: int) -> str:
     return str(path)
 
 
-def measure(path: Path, name: str, configs: Mapping[str, Config], seeds: Sequence[int]) -> None:
-    """Make the runs without a row, seed by seed, and append a row after each."""
+def measure(path: Path, common: Mapping[str, str], configs: Mapping[str, Config], seeds: Sequence[int]) -> None:
+    """Make the runs without a row, seed by seed, and append a row after each. `common`: columns of all rows."""
     there = {key_of(row) for row in csv_rows(path)}
     for seed in seeds:
         for algorithm, config in configs.items():
-            what = {"config": name, "algorithm": algorithm, "seed": str(seed), "steps": str(config.training.steps)}
+            what = {**common, "algorithm": algorithm, "seed": str(seed), "steps": str(config.training.steps)}
             if key_of(what) not in there:
                 row = what | measured(config, seed)
                 append_rows(path, [row | ran_on()])
-                print(f"{name}, {algorithm}, seed {seed}: {row['curve']}; {row['step_s']} s a step", flush=True)
+                print(f"{algorithm}, seed {seed}: {row['curve']}; {row['step_s']} s a step", flush=True)
 
 
 def key_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(row[column] for column in ("config", "algorithm", "seed", "steps"))
+    return tuple(row[column] for column in ("config", "keys", "algorithm", "seed", "steps"))
 
 
 def measured(config: Config, seed: int) -> dict[str, Any]:

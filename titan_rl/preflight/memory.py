@@ -45,7 +45,7 @@ class AdapterCounts:
 
     banked: int = 0  # in the trainers' bank, besides those in the model
     optimizers: int = 1
-    slots: int = 1  # of an engine
+    slots: int = 1  # per engine
 
     @classmethod
     def of_policies(cls, number: int) -> "AdapterCounts":
@@ -54,7 +54,7 @@ class AdapterCounts:
 
 ONE_POLICY = AdapterCounts()
 SERVED = AdapterCounts(MAX_TOGETHER, MAX_TOGETHER, MAX_TOGETHER)
-"""Of a server of adapters: as many models as a batch of its engines may use. It accepts more while there is memory."""
+"""The models that a server of adapters plans for: a batch of its engines uses at most MAX_TOGETHER. It accepts more."""
 
 
 def count(n: float) -> str:
@@ -161,8 +161,8 @@ def trained(
     adapters: AdapterCounts = ONE_POLICY,
 ) -> Estimate:
     """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own, and
-    may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer, and
-    those of several policies each have their own."""
+    may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer, one
+    for each policy."""
     t, lora, sharded = config.training, config.lora, sharded or by_formula(shape, p, config.lora)
     each, changed = BYTES[t.dtype], sharded.adapters or sharded.held
     own, copies = count(changed), f" x {1 + lent} models" if lent else ""

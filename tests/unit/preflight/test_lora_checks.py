@@ -82,7 +82,7 @@ def test_only_adapters_have_gradients_and_an_optimizer() -> None:
     assert parts["gradients"].nbytes == 4 * added // shards
 
 
-INTO_OUT = {  # of LLAMA_8B's linear layers
+INTO_OUT = {  # inputs and outputs of LLAMA_8B
     "q": (4096, 4096),
     "k": (4096, 1024),
     "v": (4096, 1024),

@@ -20,15 +20,16 @@ ROWS = [
 
 
 def test_an_algorithm_runs_with_its_own_preset_and_every_other_key_of_the_config() -> None:
-    configs = configs_of("grpo_llama", ["grpo", "gspo"], [("training.steps", "7")])
-    assert [config.algorithm.ratio for config in configs.values()] == ["token", "sequence"]
+    configs = configs_of("grpo_llama", ["grpo", "gspo", "ppo"], [("training.steps", "7")], minibatches=4)
+    assert [config.algorithm.ratio for config in configs.values()] == ["token", "sequence", "token"]
+    assert [config.critic.lr for config in configs.values()] == [0, 0, 8e-4]
     assert configs["grpo"].algorithm.clip_high == 0.2  # grpo_llama.toml sets 0.28
-    assert {config.training.steps for config in configs.values()} == {7}
+    assert {(config.training.steps, config.algorithm.minibatches) for config in configs.values()} == {(7, 4)}
 
 
 def test_a_key_of_algorithm_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--algorithm\.beta"):
-        configs_of("grpo_llama", ["grpo"], [("algorithm.beta", "0.2")])
+        configs_of("grpo_llama", ["grpo"], [("algorithm.beta", "0.2")], minibatches=1)
 
 
 def test_the_summary_begins_with_the_highest_mean_at_the_end() -> None:
