@@ -6,12 +6,11 @@ discards.
 
 import asyncio
 import json
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from support.cuda_on_cpu import GARBAGE
-from support.engine_runs import CONTEXT, finish, gap, overwrite, reference, run
+from support.engine_runs import CONTEXT, finish, gap, overwrite, preempted, reference, run
 from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.vllm_params import pieces
@@ -23,7 +22,6 @@ from titan_rl.wire.weight_plan import Shard, plan
 from titan_rl.wire.weight_source import Source
 
 CLOSE, APART = 1e-4, 1e-2  # |log-prob - reference|: with the same weights; with others
-LONG = 670  # 21 blocks of 32 tokens: three contexts fill the cache of 63
 
 
 def steps(engine: Engine, count: int) -> None:
@@ -108,25 +106,6 @@ def check_withdrawn(engine: Engine, model: Any) -> None:
     assert all(close(model, c) for c in rest)
 
 
-def check_preemption(engine: Engine, model: Any) -> None:
-    """A full cache takes the blocks of one sample, whose tokens vLLM computes again later."""
-    scheduler = engine._llm.engine_core.engine_core.scheduler
-    preempt, count = scheduler._preempt_request, Counter[str]()
-
-    def counted(request: Any, *arguments: Any, **named: Any) -> Any:
-        count[request.request_id] += 1
-        return preempt(request, *arguments, **named)
-
-    scheduler._preempt_request = counted
-    contexts = [[1, 4 + i, *(j % 60 for j in range(LONG - 2))] for i in range(3)]
-    done = run(engine, *(Request(f"{i}", context, [i], Sampling(6)) for i, context in enumerate(contexts)))
-    scheduler._preempt_request = preempt
-    assert count, "the cache should be too small"
-    for i, context in enumerate(contexts):
-        assert len(done[f"{i}"][0].tokens) == 6
-        assert close(model, done[f"{i}"][0], context=context)
-
-
 def synced(engine: Engine, model: Any, folder: str) -> tuple[Any, Any]:
     """Return a trainer's staging of the model, and the landing of the engine's parameters."""
     import torch
@@ -201,7 +180,9 @@ def main(folder: str) -> None:
     check_versions(engine, model, keep=False)
     check_versions(engine, model, keep=True)
     check_withdrawn(engine, model)
-    check_preemption(engine, model)
+    for context, completion in preempted(engine):
+        assert len(completion.tokens) == 6
+        assert close(model, completion, context=context)
     sleep = check_sleep(engine, model, folder)
     engine.set_version(0)
     check_samplings(engine, model)

@@ -3,21 +3,19 @@
 Runs by cuda_on_cpu.py, and also replaces the experts and their top-k by their definition.
 """
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from support.engine_runs import finish, overwrite, run
+from support.engine_runs import finish, overwrite, preempted, run
 from support.tiny import perturbed, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Completion, Request, Sampling
 
 K, CONTEXT = 2, list(range(40))
 GROUP = Request("group", CONTEXT, list(range(4)), Sampling(8))
-LONG = 670  # 21 blocks of 32 tokens: three contexts fill the cache of 63
 
 
 def replace_experts() -> None:
@@ -83,23 +81,6 @@ def check_update(engine: Engine, model: Any) -> None:
         assert np.array_equal(found[read:], chosen(changed, tokens)[read:])
 
 
-def check_preemption(engine: Engine, model: Any) -> None:
-    scheduler = engine._llm.engine_core.engine_core.scheduler
-    preempt, count = scheduler._preempt_request, Counter[str]()
-
-    def counted(request: Any, *arguments: Any, **named: Any) -> Any:
-        count[request.request_id] += 1
-        return preempt(request, *arguments, **named)
-
-    scheduler._preempt_request = counted
-    contexts = [[1, 4 + i, *(j % 60 for j in range(LONG - 2))] for i in range(3)]
-    done = run(engine, *(Request(f"{i}", context, [i], Sampling(6)) for i, context in enumerate(contexts)))
-    scheduler._preempt_request = preempt
-    assert count, "the cache should be too small"
-    for i, context in enumerate(contexts):
-        check(model, context, done[f"{i}"][0])
-
-
 def main(folder: str) -> None:
     replace_experts()
     experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": K, "moe_intermediate_size": 32}
@@ -124,5 +105,6 @@ def main(folder: str) -> None:
     print("withdrawn and resumed samples")
     check_update(engine, model)
     print("samples over a weight update")
-    check_preemption(engine, model)
+    for context, completion in preempted(engine):
+        check(model, context, completion)
     print("preempted samples")

@@ -1,17 +1,19 @@
 """Run requests on an engine of this process, and compare them with Hugging Face's forward."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from support.forked_programs import output_of
 from titan_rl.actors.vllm.engine import Engine
-from titan_rl.wire.types import Completion, Request
+from titan_rl.wire.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONTEXT = [1, 5, 6, 7, 8, 9]
-
+LONG = 670  # 21 blocks of 32 tokens: three contexts fill a cache of 63
 
 CHECKS = """
 import json, os, pytest
@@ -42,6 +44,25 @@ def finish(engine: Engine) -> dict[str, list[Completion]]:
     while engine.busy:
         done |= {d.id: d.completions for d in engine.step()}
     return done
+
+
+def preempted(engine: Engine) -> Iterator[tuple[list[int], Completion]]:
+    """Fill a cache of 63 blocks, so that vLLM takes the blocks of a sample and computes its tokens again later. Yield
+    every context with its completion."""
+    scheduler = engine._llm.engine_core.engine_core.scheduler
+    preempt, count = scheduler._preempt_request, Counter[str]()
+
+    def counted(request: Any, *arguments: Any, **named: Any) -> Any:
+        count[request.request_id] += 1
+        return preempt(request, *arguments, **named)
+
+    scheduler._preempt_request = counted
+    contexts = [[1, 4 + i, *(j % 60 for j in range(LONG - 2))] for i in range(3)]
+    done = run(engine, *(Request(f"{i}", context, [i], Sampling(6)) for i, context in enumerate(contexts)))
+    scheduler._preempt_request = preempt
+    assert count, "the cache should be too small"
+    for i, context in enumerate(contexts):
+        yield context, done[f"{i}"][0]
 
 
 def reference(model: Any, context: list[int], tokens: list[int], temperature: float) -> "Tensor":

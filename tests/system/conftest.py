@@ -9,6 +9,7 @@ import pytest
 from support.running import RunFiles, finished_once, shared_folder
 from titan_rl.meshes.fork_servers import KINDS, serving
 from titan_rl.wire.gpus import visible_gpus
+from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,3 +35,16 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     keys: dict[str, Any] = {"training__steps": 4, "checkpoint__interval": 2, "eval__interval": 2}
     keys |= {"eval__sets": hard, "eval__keep_best": "eval/score"}
     return finished_once(shared_folder(tmp_path_factory), "learnt", small=False, **keys)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Hugging Face folder of the test module's `model`."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shape(folder: Path) -> ModelShape:
+    return shape_of_folder(str(folder), "model")

@@ -22,7 +22,7 @@ from titan_rl.actors.vllm.vllm_params import adapted, pieces, verify_complete
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.errors import WeightsRefused
-from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Request, Sampling
 from titan_rl.wire.weight_plan import plan
@@ -44,18 +44,6 @@ def model() -> Any:
     family = os.environ["FAMILY"]
     room = {"max_position_embeddings": 128}
     return tiny_llama(**room) if family == "llama" else tiny_model(family, **room)  # qwen2 has biases
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shape(folder: Path) -> ModelShape:
-    return shape_of_folder(str(folder), "model")
 
 
 @pytest.fixture(scope="module")

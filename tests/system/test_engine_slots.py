@@ -19,7 +19,7 @@ from titan_rl.actors.vllm.vllm_params import adapted, adapters_in, in_slot, piec
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.errors import WeightsRefused
-from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Completion, Request, Sampling
 from titan_rl.wire.weight_plan import plan
 from titan_rl.wire.weight_source import Source
@@ -37,18 +37,6 @@ def test_two_slots_in_a_process_of_its_own() -> None:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_llama(max_position_embeddings=128)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shape(folder: Path) -> ModelShape:
-    return shape_of_folder(str(folder), "model")
 
 
 @pytest.fixture(scope="module")
