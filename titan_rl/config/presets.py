@@ -96,7 +96,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {},
     "ipo": {},
-    # Meng et al. 2024: mean log-probs, a margin and no reference, with the paper's values for Llama 3 8B.
+    # Meng et al. 2024: mean log-probs, a margin and no reference, with the authors' values for Llama 3 8B (base). They
+    # advise to start from this margin, half of beta. TRL's defaults are DPO's beta, 0.1, and a margin of 0.5.
     "simpo": {"beta": 2.0},
     # Hong et al. 2024: supervised on the chosen answer, and an odds ratio against the rejected one; no reference.
     "orpo": {},
