@@ -228,9 +228,7 @@ def _without(x: Policies, s: Surrogate, *, rose_T: torch.Tensor, fell_T: torch.T
     """Weigh the score function by the ratio, but drop tokens that moved too far in the direction of their advantage."""
     positive_T = x.advantage_T > 0
     high_T, low_T = positive_T & rose_T, ~positive_T & fell_T
-    weight_T = x.ratio_T.detach()
-    kept_T = ~(high_T | low_T)
-    dual_T = kept_T & (weight_T > s.dual_clip) if s.dual_clip else None
+    kept_T, weight_T, dual_T = ~(high_T | low_T), x.ratio_T.detach(), None
     if s.dual_clip:
-        weight_T = weight_T.clamp(max=s.dual_clip)
+        weight_T, dual_T = weight_T.clamp(max=s.dual_clip), kept_T & (weight_T > s.dual_clip)
     return Clipped(-torch.where(kept_T, weight_T, 0.0) * x.advantage_T * x.current_T, low_T, high_T, dual_T)

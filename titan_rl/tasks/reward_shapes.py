@@ -170,8 +170,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _of_verl(function: Callable[..., Any], name: str) -> Component:
-    keys = ["data_source", "solution_str", "ground_truth", "extra_info"]
-    keys = accepted_keywords(function, name, keys)
+    keys = accepted_keywords(function, name, ["data_source", "solution_str", "ground_truth", "extra_info"])
 
     def call(prompt: Prompt, answer: Answered) -> Any:
         row, model = prompt.row, prompt.row.get("reward_model")

@@ -8,6 +8,7 @@ A model's first call creates it; it has number 0. A call that is refused has tak
 
 import asyncio
 import json
+import math
 import re
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,9 @@ MOST_MODELS = 64
 CHUNK_MICROBATCHES = 4  # the SDK sends more data in several calls, each of which has a deadline
 TARGET_BYTES = 16  # a token, its target and its weight, in a request
 SNAPSHOTS = 64  # unnamed samplers of a model whose weights are kept
-PATH = re.compile(r"tinker://([0-9a-f]{32}:train:\d{1,9})/(weights|sampler_weights)/([A-Za-z0-9][\w.-]{0,127})")
+MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
+PATH = re.compile(rf"tinker://({MODEL.pattern})/(weights|sampler_weights)/({NAME.pattern})")
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 
 Answer = Mapping[str, Any] | bytes  # in JSON, or a message of Protocol Buffers
@@ -323,7 +326,7 @@ class Service:
 
         async def work() -> Answer:
             norm = max(await self._trainers.served("optim_step", model.id, step))
-            if not norm < float("inf"):
+            if not math.isfinite(norm):
                 raise Failed("the gradients are not finite: no step was taken, and they are dropped")
             model.steps += 1
             return {"metrics": {"grad_norm:mean": norm, "lr:mean": step.lr}}
@@ -461,9 +464,8 @@ class Service:
         seq = messages.integer(body, "", "seq_id", None, 0, 2**63)
         count = messages.integer(body, "", "num_samples", 1, 1, messages.MOST_SAMPLES)
         tokens = messages.prompt_of(body, self._setup.shape.vocab_size, self.context)
-        tokenizer = self.tokenizer
         sampling, seed, stops = messages.sampling_of(
-            body, self.context - len(tokens), self._setup.sampling.stop_token_ids, tokenizer.encode
+            body, self.context - len(tokens), self._setup.sampling.stop_token_ids, self.tokenizer.encode
         )
         if sampler.folder and (not sampler.folder.is_dir() or sampler.folder in self._removed):
             raise NotFound(f"sampling_session_id: the weights of {sampler.path} were removed: save them under a name")
@@ -473,7 +475,7 @@ class Service:
             return id, sequences
         first = secrets.randbits(62) if seed is None else seed
         seeds = [derive(first, "sample", i) % 2**31 for i in range(count)]
-        skips = min(messages.integer(body, "", "prompt_logprobs_last_n", len(tokens), 1, len(tokens)), len(tokens))
+        scored = messages.integer(body, "", "prompt_logprobs_last_n", len(tokens), 1, len(tokens))
 
         async def work() -> Answer:
             request = Request(id, tokens, seeds, sampling, adapter=str(sampler.folder or ""))
@@ -485,12 +487,9 @@ class Service:
                 self._read[sampler.folder] -= 1
                 if sampler.folder in self._removed:
                     self.remove(sampler.folder)
-            scores = [float("nan"), *(score.logprob for score in completions[0].context)]
-            scores[: len(tokens) - skips] = [float("nan")] * (len(tokens) - skips)
-
-            def decode(ids: list[int]) -> str:
-                return tokenizer.decode(ids, skip_special=False)
-
+            scores = [math.nan, *(score.logprob for score in completions[0].context)]
+            scores[: len(tokens) - scored] = [math.nan] * (len(tokens) - scored)
+            decode = partial(self.tokenizer.decode, skip_special=False)
             ended = [messages.ended_by_text(each, stops, decode) for each in completions]
             return messages.sample_response(ended, scores if sampling.scores_context else None)
 
@@ -536,12 +535,12 @@ class Service:
                 }
 
     def training_run(self, id: str) -> dict[str, Any]:
-        checkpoints = [*self.checkpoints(id)] if re.fullmatch(r"[0-9a-f]{32}:train:\d{1,9}", id) else []
+        checkpoints = [*self.checkpoints(id)] if MODEL.fullmatch(id) else []
         model = self.models.get(id)
         if model is None and not checkpoints:
             raise NotFound(f"expected a training run with weights, found {id!r}")
         facts = self.saved(checkpoints[-1]["tinker_path"])[1] if model is None else {}
-        last = {name: [c for c in checkpoints if c["checkpoint_type"] == name][-1:] for name in KINDS.values()}
+        last = {checkpoint["checkpoint_type"]: checkpoint for checkpoint in checkpoints}
         return {
             "training_run_id": id,
             "base_model": self.base,
@@ -549,8 +548,8 @@ class Service:
             "is_lora": True,
             "lora_rank": model.spec.rank if model else facts["rank"],
             "last_request_time": datetime.now(UTC).isoformat() if model else facts["time"],
-            "last_checkpoint": next(iter(last["training"]), None),
-            "last_sampler_checkpoint": next(iter(last["sampler"]), None),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": {k: str(v) for k, v in (model.metadata if model else facts["run_metadata"]).items()},
         }
 
