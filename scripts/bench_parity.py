@@ -7,7 +7,7 @@ generator.quantization.
     .venv/bin/python scripts/bench_parity.py --quantizations     # SmolLM2 in 8 bits; about 10 minutes
 
 Every case is a whole run with lag 1 and real updates: one trainer process, one engine, rollouts of long-tailed lengths,
-so that each weight sync meets many unfinished samples. "lag 0" is the same run without a lag: its gap is that of the
+so that each weight sync meets many unfinished samples. "lag 0" is the same run without a lag: its gap is between the
 two engines alone, while the others also measure the age of the tokens. The figures are over the steps of one run.
 Quantizations are compared without a lag, on the SmolLM2 that `grpo_smollm2` trains, all with the same correction.
 Appends to docs/benchmarks/parity.csv.

@@ -53,7 +53,7 @@ class FamilyParts:
     full_every: int = 0  # without layer_types, each layer of this number has no sliding window; 0: all have it
     one_rope: bool = False  # layers with a window have the rotary embeddings of the others
     rope_theta: float = 10000.0  # rotary base if config.json has none
-    window_theta: float = 0.0  # default rotary base of layers with a window; 0: that of the others
+    window_theta: float = 0.0  # default rotary base of layers with a window; 0: the others' base
     unrotated_layers: bool = False  # no_rope_layers marks layers without rotary embeddings
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     clamped_experts: bool = False  # one tensor for all experts: gate and up in turn, clamped, with biases

@@ -83,7 +83,7 @@ def test_a_phase_may_resume_beyond_its_last_step() -> None:
 
 
 def test_the_critics_values_are_clipped() -> None:
-    """The value moved from 0 by half of what it should; clipped, it counts as 0.2."""
+    """The value moved from 0 to 0.5, and its return is 1; clipped, it counts as 0.2."""
     config = Config(critic=CriticSection(lr=1.0))
     one = torch.ones(1, 1)
     model: Any = SimpleNamespace(values=lambda rows: 0.5 * one)

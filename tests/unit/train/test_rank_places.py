@@ -50,7 +50,7 @@ def test_no_slot_is_dealt_twice_once_meshes_have_moved() -> None:
         hosts.replica(4)
     hosts.lost = set()
     assert hosts.replica(4) == "host0", "it is back"
-    assert hosts.trainer() == [("host1", 2)], "what has moved stays"
+    assert hosts.trainer() == [("host1", 2)], "a trainer that has moved stays"
 
 
 def test_a_trainer_with_fewer_rows_gets_the_others_back_when_it_starts_again() -> None:

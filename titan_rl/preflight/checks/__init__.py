@@ -34,7 +34,7 @@ from titan_rl.wire.gpus import NO_GPUS, Gpus
 @refusing
 def checked_run(argv: Sequence[str], counts: AdapterCounts | None = None) -> Invocation:
     """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem. `counts`:
-    those of a server, instead of the config's policies."""
+    a server's, instead of the config's."""
     run = load(argv)
     run = replace(run, adapters=counts or run.adapters)
     refused, warned = judged(run)
