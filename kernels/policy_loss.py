@@ -23,6 +23,7 @@ from titan_rl.kernels.off_policy import off_policy_weights
 from titan_rl.kernels.selections import largest_share
 from titan_rl.kernels.statistics import (
     Statistics,
+    add_gaps,
     histogram,
     masked_max,
     masked_min,
@@ -87,12 +88,10 @@ def policy_loss(
         def count(tokens_T: torch.Tensor | None) -> torch.Tensor:
             return ratio_T.new_zeros(()) if tokens_T is None else (on_T & tokens_T).to(ratio_T.dtype).sum()
 
-        gap_T = (current_T - behaviour_T).abs()
+        add_gaps(statistics, current_T, behaviour_T, on_T)
         statistics.tokens.update(
             {
                 "entropy": masked_sum(entropy_T, on_T),
-                "logprob_gap/mean": masked_sum(gap_T, on_T),
-                "logprob_gap/mult": masked_sum(gap_T.clamp(max=MAX_LOG_RATIO).exp(), on_T),
                 "ratio/mean": masked_sum(ratio_T, on_T),
                 "clip_ratio/low": count(clipped.low_T),
                 "clip_ratio/high": count(clipped.high_T),
@@ -106,7 +105,6 @@ def policy_loss(
         if tokens.reference is not None:
             statistics.tokens[f"kl/{surrogate.kl}"] = masked_sum(kl_T, on_T)
         statistics.sums["loss"] = loss.detach()
-        statistics.maxima["logprob_gap/max"] = masked_max(gap_T, on_T)
         statistics.maxima["ratio/max"] = masked_max(ratio_T, on_T)
         statistics.minima["ratio/min"] = masked_min(ratio_T, on_T)
         statistics.counts["ratio/histogram"] = histogram(ratio_T, on_T, RATIO_EDGES)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from titan_rl.kernels.kl import MAX_LOG_RATIO
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -37,6 +39,14 @@ def masked_max(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
 
 def masked_min(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
     return -masked_max(-values_T, on_T)
+
+
+def add_gaps(to: Statistics, logprob_T: torch.Tensor, behaviour_T: torch.Tensor, on_T: torch.Tensor) -> None:
+    """Add how far the trainer's log-probs are from the sampling log-probs."""
+    gap_T = (logprob_T.detach() - behaviour_T).abs()
+    to.tokens["logprob_gap/mean"] = masked_sum(gap_T, on_T)
+    to.tokens["logprob_gap/mult"] = masked_sum(gap_T.clamp(max=MAX_LOG_RATIO).exp(), on_T)
+    to.maxima["logprob_gap/max"] = masked_max(gap_T, on_T)
 
 
 def histogram(values_T: torch.Tensor, on_T: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:

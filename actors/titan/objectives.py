@@ -11,7 +11,7 @@ from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
 from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
-from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.statistics import Statistics, add_gaps
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Batch
@@ -31,7 +31,7 @@ class Objectives:
     def named(self, kind: str) -> Callable[[DeviceRows, Batch], Loss]:
         return {
             "supervised": self.supervised,
-            "rl": self.policy,
+            "rl": self.preference if self.config.algorithm.online_pairs else self.policy,
             "preference": self.preference,
             "reward": self.reward,
             "value": self.value,
@@ -63,16 +63,19 @@ class Objectives:
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
-        algorithm = self.config.algorithm
-        logprob, entropy = self.model.logprobs(rows, temperature=1.0)
-        return preference_loss(
+        algorithm, online = self.config.algorithm, self.config.algorithm.online_pairs
+        logprob, entropy = self.model.logprobs(rows, temperature=self.config.rollout.temperature if online else 1.0)
+        loss, statistics = preference_loss(
             logprob,
             entropy,
-            Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2),
-            shared_keys(Preference, algorithm),
+            Pairs(rows.mask, rows.sequences, rows.count, max(batch.sequences // 2, 1)),
+            shared_keys(Preference, algorithm, name=algorithm.pair_loss if online else algorithm.name),
             reference_T=rows.columns["reference"] if algorithm.needs_reference else None,
             kl_T=rows.columns.get("kl"),
         )
+        if online:
+            add_gaps(statistics, logprob, rows.columns["behaviour"], rows.mask > 0)
+        return loss, statistics
 
     def reward(self, rows: DeviceRows, batch: Batch) -> Loss:
         pairs = Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2)

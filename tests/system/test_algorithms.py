@@ -133,6 +133,47 @@ def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_pa
         assert [line["loss"] for line in lent] == pytest.approx([line["loss"] for line in own], abs=1e-6)
 
 
+ONLINE: dict[str, Any] = STEPS | {
+    "algorithm__kl_coef": 0,
+    "checkpoint__interval": 1,
+    "optimizer__lr": 1e-3,
+    "lr_scheduler__warmup_steps": 0,
+}
+
+
+def test_online_pairs_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path) -> None:
+    """The reference on a separate mesh, and lent to the trainer: the same numbers. A resumed run ends with them too."""
+    keys: dict[str, Any] = {**ONLINE, **DENSE, "algorithm__pair_loss": "dpo"}
+    own = steps(runs.finish(tmp_path / "own", "online_dpo_llama", reference__mesh="own", **keys))
+    assert own[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert own[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert own[-1]["rewards/margins"] > 1e-3
+    for line in own:
+        assert line["logprob_gap/mean"] <= TIGHT
+        assert 0 < line["tokens/trained"] < line["tokens/sampled"], "of 4 samples of a group 2 are trained on"
+        assert line["advantage/max"] == -line["advantage/min"] > 0
+    keys |= {"reference__mesh": "trainer"}
+    first_two: dict[str, Any] = keys | {"training__steps": 2, "eval__interval": 0}
+    runs.finish(tmp_path / "lent", "online_dpo_llama", **first_two)
+    lent = steps(runs.finish(tmp_path / "lent", "online_dpo_llama", **keys))
+    assert [line["loss"] for line in lent] == pytest.approx([line["loss"] for line in own], abs=1e-6)
+
+
+def test_online_pairs_are_rollouts_of_several_turns_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"algorithm__name": "online_dpo", "algorithm__pair_loss": "ipo", "algorithm__minibatches": 2}
+    keys |= {"algorithm__clip_high": 0.2, "rollout__group_size": 8, "cold_start__steps": 40}
+    run = runs.finish(tmp_path / "run", "hunt_llama", **ONLINE, **keys)
+    lines = steps(run)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["logprob_gap/mean"] <= TIGHT
+        assert line["turns/mean"] > 1
+        assert line["tokens/trained"] > 0
+    assert any(line["rewards/margins"] != 0 for line in lines)
+    rollouts = run.lines("rollouts.jsonl")
+    assert {line["advantage"] > 0 for line in rollouts if line["advantage"]} == {False, True}
+
+
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
 def test_preferences_without_a_reference_widen_the_margin(runs: Runs, tmp_path: Path, name: str) -> None:
     keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__steps": 12, "optimizer__lr": 1e-3}

@@ -27,16 +27,15 @@ NO_WEIGHTS: Weights = MappingProxyType({})
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
-    """Return a sample for every branch of every valid rollout, in order, with the mask of the tokens to train on.
+    """Return a sample for every branch of every rollout to train on, with the mask of the tokens to train on.
 
     The mask selects sampled tokens. With overlong_filter it leaves out truncated rollouts. It always leaves out tokens
     whose log-prob is not finite: they would spread to the group through a KL in the reward, and to the whole step
     through whitening."""
     owned = [
         (branch, rollout, group.prompt.id * len(group.rollouts) + k)
-        for group in groups
-        for k, rollout in enumerate(group.rollouts)
-        if rollout.valid
+        for group, trained in zip(groups, _trained(groups, algorithm), strict=True)
+        for k, rollout in trained
         for branch in rollout.branches
     ]
     turns = [turn for branch, *_ in owned for turn in branch.turns]
@@ -52,6 +51,8 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     lengths = np.diff(ends, prepend=0)
     if algorithm.overlong_filter:
         mask *= np.repeat([not rollout.truncated for _, rollout, _ in owned], lengths)
+    if algorithm.online_pairs and all(a is b for (_, a, _), (_, b, _) in zip(owned[::2], owned[1::2], strict=True)):
+        mask[:] = 0  # no group has a pair
     samples = [
         Sample(
             tokens[begin:end],
@@ -76,7 +77,8 @@ def with_advantages(
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
     remaining = iter(samples)
-    valid = [[(r, [next(remaining) for _ in r.branches]) for r in group.rollouts if r.valid] for group in groups]
+    trained = _trained(groups, algorithm)
+    valid = [[(r, [next(remaining) for _ in r.branches]) for _, r in rollouts] for rollouts in trained]
     returns: Arrays | None = None
     gains = _teacher_gains(samples, on, lengths) if algorithm.needs_teacher else []
     if algorithm.advantage in get_args(GroupBaseline):
@@ -104,11 +106,11 @@ def with_advantages(
     if returns is not None:
         judged = [s.with_columns(**{"return": r}) for s, r in zip(judged, returns, strict=True)]
 
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    branches = [len(rollout.branches) if rollout.valid else 0 for rollout in rollouts]
-    owner = np.repeat(np.repeat(np.arange(len(rollouts)), branches), lengths)[on]  # the rollout of each trained token
-    sums = np.bincount(owner, _flat(advantages)[on], len(rollouts))
-    means = iter((sums / np.maximum(np.bincount(owner, minlength=len(rollouts)), 1)).tolist())
+    *begins, count = np.cumsum([0, *(len(group.rollouts) for group in groups)]).tolist()
+    owners = [begin + k for begin, each in zip(begins, trained, strict=True) for k, r in each for _ in r.branches]
+    owner = np.repeat(np.array(owners, np.int64), lengths)[on]  # the rollout of each trained token
+    sums = np.bincount(owner, _flat(advantages)[on], count)
+    means = iter((sums / np.maximum(np.bincount(owner, minlength=count), 1)).tolist())
     return [replace(g, rollouts=[replace(r, advantage=next(means)) for r in g.rollouts]) for g in groups], judged
 
 
@@ -138,6 +140,27 @@ def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection, group_si
     first_groups = [part[0] for part in np.array_split(begins, algorithm.minibatches) if len(part)]
     parts = [list(samples[begin:end]) for begin, end in pairwise([*first_groups, len(samples)])]
     return parts * algorithm.epochs
+
+
+def _trained(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[list[tuple[int, Rollout]]]:
+    """Return each group's rollouts to train on, with their numbers in it: the valid ones; with a pair_loss the best and
+    the worst of them. Without any pair in the step, one rollout twice, because trainers need rows."""
+    valid = [[(k, rollout) for k, rollout in enumerate(group.rollouts) if rollout.valid] for group in groups]
+    if not algorithm.online_pairs:
+        return valid
+    pairs = [_best_and_worst(each, algorithm) for each in valid]
+    return pairs if any(pairs) else [[(k, r) for k, r in each if r.branches][:1] * 2 for each in valid]
+
+
+def _best_and_worst(valid: Sequence[tuple[int, Rollout]], algorithm: AlgorithmSection) -> list[tuple[int, Rollout]]:
+    """Return a group's first rollout with the highest reward and its first with the lowest; none if all are equal."""
+    if (branches := max((len(r.branches) for _, r in valid), default=1)) > 1:
+        needed = f'algorithm.pair_loss = "{algorithm.pair_loss}" expected rollouts of one branch, found {branches}'
+        raise RunError(needed, "An agent that changes earlier messages begins a branch.")
+    fit = [(k, r) for k, r in valid if r.sampled and not (algorithm.overlong_filter and r.truncated)]
+    if len({r.signal for _, r in fit}) < 2:
+        return []
+    return [choose(fit, key=lambda numbered: numbered[1].signal) for choose in (max, min)]
 
 
 def _flat(values: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:

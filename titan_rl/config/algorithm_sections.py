@@ -14,6 +14,7 @@ from titan_rl.config.choices import (
     Estimator,
     Level,
     NestedTables,
+    PairLoss,
     PreferenceAlgorithm,
     Rejection,
     Table,
@@ -256,6 +257,9 @@ class AlgorithmSection:
     """Upper bound of entropy_coef."""
     top_entropy_share: float = bounds(1.0, gt=0, le=1)
     """Share of a microbatch's trained tokens that learn: those with the highest entropy. 1: all; the paper has 0.2."""
+    pair_loss: PairLoss = "none"
+    """Learn from the best and the worst rollout of each group, by DPO or IPO against the reference, instead of
+    advantages (online DPO). beta and label_smoothing belong to it."""
     minibatches: int = bounds(1, ge=1, le=2**14)
     """Number of optimizer updates that the groups of a step are split into."""
     epochs: int = bounds(1, ge=1, le=1000)
@@ -328,7 +332,12 @@ class AlgorithmSection:
     @property
     def compares_with_reference(self) -> bool:
         """Return True if the loss or the reward has the reference's log-probs."""
-        return self.name in ("dpo", "ipo", "kto") or (self.kind == "rl" and self.kl_coef > 0)
+        return self.name in ("dpo", "ipo", "kto") or (self.kind == "rl" and (self.kl_coef > 0 or self.online_pairs))
+
+    @property
+    def online_pairs(self) -> bool:
+        """Return True if a step learns from the best and the worst rollout of each group."""
+        return self.kind == "rl" and self.pair_loss != "none"
 
     @property
     def needs_critic(self) -> bool:

@@ -41,7 +41,8 @@ ClassicAlgorithm = Literal[
     DistillingAlgorithm,
 ]
 GateAlgorithm = Literal["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov", "m2po"]
-RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm]
+RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm, "online_dpo"]
+PairLoss = Literal["none", "dpo", "ipo"]
 PreferenceAlgorithm = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
 AlgorithmName = Literal[RolloutAlgorithm, "sft", PreferenceAlgorithm, "reward_model"]
 

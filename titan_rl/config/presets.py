@@ -92,6 +92,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": {"clip": "kl_cov"},
     # Zheng et al. 2025 (M2PO): no clip; tokens are dropped until the second moment of the log-ratios is small.
     "m2po": {"clip": "none", "rejection": "second_moment"},
+    # Guo et al. 2024: DPO on the best and the worst answer of each group.
+    "online_dpo": {"pair_loss": "dpo", "normalize": "none"},
     # Supervised and preference training use only global_batch_size and the keys from beta on.
     "sft": {},
     "dpo": {},
@@ -123,7 +125,8 @@ def resolve(
     """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: of the trainer's and the generator's
     computations; any but "float32" has 16 bits. `quantized`: the generator's weights have 8."""
     name, keys = own.get("name", "grpo"), dict[str, Any]()
-    corrected = quantized and "correction" not in own and name in get_args(RolloutAlgorithm)
+    ratios = name in get_args(RolloutAlgorithm) and (PRESETS[name] | own).get("pair_loss", "none") == "none"
+    corrected = quantized and "correction" not in own and ratios
     if (corrected or (name == "opd" and lag)) and own.get("proximal") != "generator":
         keys = TRUNCATED
     elif name in ("gspo", "luspo") and set(dtypes) != {"float32"}:

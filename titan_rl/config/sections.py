@@ -124,6 +124,14 @@ class Config:
         return self.environment.name or self.task.agent
 
     @property
+    def longest_rollout(self) -> int:
+        """Return the most tokens of a rollout. A packed row has a place for each token but the last, and holds both
+        rollouts of a pair."""
+        seq_len = self.training.seq_len
+        fits = seq_len // 2 + 1 if self.algorithm.online_pairs else seq_len + 1
+        return min(self.generator.max_model_len or seq_len, fits)
+
+    @property
     def roles(self) -> dict[str, RoleSection]:
         """Return the models besides the policy that have their own mesh."""
         a = self.algorithm

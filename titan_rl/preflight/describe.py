@@ -193,8 +193,8 @@ def sampling(config: Config) -> str:
         ("algorithm.entropy_target", a.entropy_target, 0),
         ("algorithm.top_entropy_share", a.top_entropy_share, 1),
     ]
-    if a.kind != "rl":
-        parts = parts[4:5]
+    if a.kind != "rl" or a.online_pairs:
+        parts = parts[:5] if a.online_pairs else parts[4:5]
     return ", ".join(f"{key} {value:g}" for key, value, off in parts if value != off)
 
 
@@ -338,11 +338,13 @@ def algorithm(config: Config) -> str:
     corrected = f", correction {a.correction} up to {a.correction_high:g}" if a.correction != "none" else ""
     if config.generator.quantization != "none":
         corrected = f"{corrected or ', no correction'} for weights sampled in {config.generator.quantization}"
+    learns = f"advantage {a.advantage}{_teacher(a)}, ratio per {a.ratio}, clip {a.clip}, "
+    learns += a.aggregation.replace("_", " ")
+    if a.online_pairs:
+        learns, corrected = f"{a.pair_loss} of each group's best and worst sample, beta {a.beta:g}", ""
     return (
         f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
-        f"at most {r.max_staleness_steps} steps stale{updates}; "
-        f"advantage {a.advantage}{_teacher(a)}, ratio per {a.ratio}, clip {a.clip}, "
-        f"{a.aggregation.replace('_', ' ')}{kl}{corrected}"
+        f"at most {r.max_staleness_steps} steps stale{updates}; {learns}{kl}{corrected}"
     )
 
 

@@ -47,7 +47,7 @@ class RowLimit:
 def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     """Return the limits on training rows or on held-out rows. A packed row has a place for each token but the last."""
     kind, seq_len, new = config.algorithm.kind, config.training.seq_len, config.rollout.max_new_tokens
-    cold = config.cold_start
+    cold, online = config.cold_start, config.algorithm.online_pairs
     key = "generator.max_model_len" if config.generator.max_model_len else "training.seq_len"
     longest = config.generator.max_model_len or seq_len
     prompt = f"a prompt of at most {longest - new} tokens ({key} = {longest}, rollout.max_new_tokens = {new})"
@@ -61,12 +61,12 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     pair = RowLimit(
         f"a pair of at most {seq_len} tokens, as both answers share a packed row {row_size}",
         seq_len,
-        lambda row: 2 * row.prompt + row.answer + row.rejected - 2 + extra,
+        lambda row: 2 * row.prompt + (2 * new if online else row.answer + row.rejected) - 2 + extra,
     )
     if heldout:
         return [judged if kind == "reward" else sampled]
     uses = {"supervised": [answered], "preference": [pair], "reward": [pair]}.get(kind, [sampled])
-    uses = [*uses, *([answered] if kind == "rl" and cold.steps else [])]
+    uses = [*uses, *([pair] if online else []), *([answered] if kind == "rl" and cold.steps else [])]
     return [*uses, *([sampled] if cold.steps and cold.stop_at and kind != "rl" else [])]
 
 

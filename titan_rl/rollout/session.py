@@ -31,9 +31,7 @@ class SessionLimits:
     def of(cls, config: Config, *, played: bool) -> "SessionLimits":
         """Return the limits of a config. Rollouts `played` by environments are timed there, without the queue, by
         environment.rollout_seconds."""
-        longest = config.generator.max_model_len or config.training.seq_len
-        context = min(longest, config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        return cls(context=context, seconds=None if played else config.rollout.timeout_seconds)
+        return cls(context=config.longest_rollout, seconds=None if played else config.rollout.timeout_seconds)
 
 
 SampleTurn = Callable[[int, list[int], int], Awaitable[Completion]]

@@ -330,8 +330,7 @@ async def _environments(
 ) -> EnvironmentMesh:
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
-    agent, training = bool(setup.config.task.agent), setup.config.training
-    context = min(setup.config.generator.max_model_len or training.seq_len, training.seq_len + 1)
+    agent, context = bool(setup.config.task.agent), setup.config.longest_rollout
     loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)

@@ -60,7 +60,7 @@ class Packer:
         """Pack an update of the algorithm, or a streamed part of it."""
         algorithm = self.config.algorithm
         length = algorithm.length_constant or self.config.rollout.max_new_tokens
-        together = 2 if algorithm.kind in ("preference", "reward") else 1
+        together = 2 if algorithm.kind in ("preference", "reward") or algorithm.online_pairs else 1
         return self._packed(samples, dp, together, Weighting(algorithm.aggregation, length, whole))
 
     def supervised(self, samples: Sequence[Sample], dp: int) -> list[Batch]:

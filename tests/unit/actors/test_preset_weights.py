@@ -22,7 +22,7 @@ SHAPE = ANSWERS, TOKENS
 FLOAT32, BFLOAT16 = Config(), Config(training=TrainingSection(mixed_precision_param="bfloat16"))
 CLIPPED = {"dapo": (0.8, 1.28)}  # others: 0.8 and 1.2
 RL = [name for name in PRESETS if AlgorithmSection(name=name).kind == "rl"]  # type: ignore[arg-type]
-PPO_CLIP = [name for name in RL if PRESETS[name].keys().isdisjoint(("clip", "ratio"))]
+PPO_CLIP = [name for name in RL if PRESETS[name].keys().isdisjoint(("clip", "ratio", "pair_loss"))]
 GATES = ["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "kl_cov", "m2po"]  # clip_cov drops tokens at any ratio
 
 

@@ -36,6 +36,7 @@ ALGORITHMS = {
     "ipo": AlgorithmSection(name="ipo"),
     "orpo": AlgorithmSection(name="orpo"),
     "kto": AlgorithmSection(name="kto"),
+    "online_dpo": AlgorithmSection(name="online_dpo", pair_loss="dpo"),
     "reward_model": AlgorithmSection(name="reward_model"),
     "critic": AlgorithmSection(name="ppo"),
 }
@@ -50,7 +51,7 @@ def model(family: Family, head: str, device: str = "cpu") -> TitanModel:
 
 
 def rows_of(samples: list[Sample], algorithm: AlgorithmSection, share: bool) -> list[Batch]:
-    together = 2 if algorithm.kind in ("preference", "reward") else 1
+    together = 2 if algorithm.kind in ("preference", "reward") or algorithm.online_pairs else 1
     return pack(samples, shards=1, seq_len=80, rows_per_microbatch=1, pad_id=0, together=together, share=share)
 
 
@@ -112,7 +113,7 @@ def test_a_place_counts_for_each_target_that_it_predicts(samples: list[Sample]) 
 @settings(max_examples=4)
 @given(data=st.data())
 def test_losses_scores_and_gradients_are_those_of_plain_rows(name: str, family: Family, data: st.DataObject) -> None:
-    pairs = ALGORITHMS[name].kind in ("preference", "reward")
+    pairs = ALGORITHMS[name].kind in ("preference", "reward") or ALGORITHMS[name].online_pairs
     samples = with_role_columns(data.draw(groups_of(12, 12, members=2 if pairs else 0)), 0)
     if pairs:  # an answer has its end of sequence at least
         samples = [s for i, s in enumerate(samples) if all(sum(samples[j].mask) for j in (i, i ^ 1))]

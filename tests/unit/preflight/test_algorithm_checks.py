@@ -173,6 +173,42 @@ TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
             "found 0",
         ),
         (
+            'name = "online_dpo"\n[reference]\nmesh = "none"',
+            'reference.mesh: expected "trainer" or "own", because algorithm.pair_loss = "dpo" needs a reference, '
+            'found "none"',
+        ),
+        (
+            'name = "online_dpo"\n[rollout]\ngroup_size = 1',
+            'rollout.group_size: expected at least 2, because algorithm.advantage = "group" compares the samples of a',
+        ),
+        *(
+            (
+                f'pair_loss = "ipo"\n{key} = {value}',
+                f'algorithm.{key}: expected {usual}, the default, because algorithm.pair_loss = "ipo" learns from '
+                f"pairs, without advantages or ratios, found {value}",
+            )
+            for key, value, usual in (
+                ("clip_high", "0.28", "0.2"),
+                ("ratio", '"sequence"', '"token"'),
+                ("aggregation", '"sequence_mean"', '"token_mean"'),
+                ("credit", '"turn"', '"outcome"'),
+                ("entropy_coef", "0.01", "0.0"),
+                ("kl_coef", "0.01", "0.0"),
+                ("proximal", '"trainer"', '"generator"'),
+                ("rejection", '"geometric"', '"none"'),
+            )
+        ),
+        (
+            'name = "dpo"\npair_loss = "dpo"',
+            'algorithm.pair_loss: expected "none", because algorithm.name = "dpo" samples no answers, found "dpo"',
+        ),
+        (
+            'name = "online_dpo"\n[task]\nname = "calc"\ntemplate = "chat"\nthinking = "template"\n'
+            '[environment]\nname = "calc"',
+            'task.thinking: expected "keep", because algorithm.pair_loss = "dpo" needs rollouts of one branch, '
+            'found "template"',
+        ),
+        (
             'name = "dpo"\n[reference]\nmesh = "none"',
             'reference.mesh: expected "trainer" or "own", because algorithm.name = "dpo" needs a reference, '
             'found "none"',

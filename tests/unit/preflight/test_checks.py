@@ -213,6 +213,7 @@ def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -
         ("[algorithm]\nminibatches = 2", "a step has several updates"),
         ('[algorithm]\nname = "dapo"', "algorithm.dynamic_sampling replaces groups"),
         ('[placement]\nkind = "colocated"', 'placement.kind is "colocated"'),
+        ('[algorithm]\nname = "online_dpo"', "algorithm.pair_loss divides by all pairs of a step"),
         (
             "[rollout]\nmax_staleness_steps = 2\novertake_steps = 1",
             "rollout.overtake_steps lets groups overtake each other",
@@ -325,6 +326,10 @@ def test_a_run_without_a_moving_average_does_not_go_on_with_one(tmp_path: Path) 
         ),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
         ('[algorithm]\nname = "kto"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of kto"),
+        (
+            '[algorithm]\nname = "online_dpo"\npair_loss = "ipo"\nlabel_smoothing = 0.1',
+            "algorithm.label_smoothing is 0.1: the loss of ipo",
+        ),
         (
             '[generator]\nquantization = "int8"\n[algorithm]\ncorrection = "none"',
             'algorithm.correction is "none" with generator.quantization = "int8": the clip also acts on the',

@@ -60,6 +60,12 @@ def written(folder: Path, train: list[Any], heldout: list[Any] = [SHORT], more: 
             '[algorithm]\nname = "dpo"',
             r"train.jsonl:2: expected a pair of at most 32 tokens.* found 33",
         ),
+        (
+            [SHORT, SHORT | {"question": "1+1=" + "+" * 9}],  # 14 and 4 new ones, twice
+            [SHORT],
+            '[algorithm]\nname = "online_dpo"',
+            r"train.jsonl:2: expected a pair of at most 32 tokens.* found 34; raise training.seq_len by at least 2",
+        ),
         ([SHORT, WORDY], [SHORT], '[algorithm]\nname = "ipo"', r"train.jsonl:2: expected a pair of at most 32 tokens"),
         ([SHORT, WORDY], [SHORT], '[algorithm]\nname = "reward_model"', r"a pair of at most 32 tokens.* found 35"),
         (

@@ -24,6 +24,10 @@ COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses highe
 SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
 LORA_RATE = 3e-5  # rates for whole models of real sizes are below it
 COMPARES = (*get_args(GroupBaseline), "optimal_token")  # advantages of a sample against its group
+UNPAIRED = (  # keys of advantages and of the policy loss, neither of which a loss of pairs has
+    *("advantage", "teacher_coef", "credit", "ratio", *CLIPS, "ratio_penalty", "aggregation", "kl_coef"),
+    *("entropy_coef", "entropy_target", "top_entropy_share", "proximal", "correction", "rejection"),
+)
 BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens, unless a sequence is longer
 
 
@@ -39,8 +43,11 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield wrong("training.global_batch_size", f"at least 2, {others}")
     if a.name == "kto" and not a.desirable_weight + a.undesirable_weight:
         yield wrong("algorithm.desirable_weight", "a value above 0, because algorithm.undesirable_weight is 0 too")
+    if a.kind != "rl" and a.pair_loss != "none":
+        yield wrong("algorithm.pair_loss", f'"none", because algorithm.name = "{a.name}" samples no answers')
     if a.kind != "rl":
         return
+    yield from _check_pairs(config)
     because = f'because algorithm.advantage = "{a.advantage}"'
     if a.advantage in COMPARES and rollout.group_size < 2:
         yield wrong("rollout.group_size", f"at least 2, {because} compares the samples of a group")
@@ -76,6 +83,19 @@ def check_algorithm(config: Config) -> Iterator[str]:
     yield from _check_teacher(config)
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
+
+
+def _check_pairs(config: Config) -> Iterator[str]:
+    """Check the keys that a loss of the best and the worst rollout cannot have."""
+    a, usual = config.algorithm, AlgorithmSection()
+    if not a.online_pairs:
+        return
+    why = f'because algorithm.pair_loss = "{a.pair_loss}"'
+    for key in (key for key in UNPAIRED if getattr(a, key) != getattr(usual, key)):
+        expected = f"{as_toml(getattr(usual, key))}, the default, {why} learns from pairs, without advantages or ratios"
+        yield problem(config, f"algorithm.{key}", expected)
+    if config.rollout_code and config.task.thinking == "template":
+        yield problem(config, "task.thinking", f'"keep", {why} needs rollouts of one branch')
 
 
 def check_gates(config: Config) -> Iterator[str]:
@@ -201,6 +221,7 @@ def check_steps(config: Config) -> Iterator[str]:
         "a step has several updates": a.updates > 1,
         "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
         "a critic is trained": a.needs_critic,
+        "algorithm.pair_loss divides by all pairs of a step": a.online_pairs,
         "rollout.overtake_steps lets groups overtake each other": rollout.overtake_steps > 0,
         'placement.kind is "colocated"': colocated,
     }
@@ -274,7 +295,8 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
             'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
         )
-    if a.kind == "rl" and a.correction == "none" and (quantization := config.generator.quantization) != "none":
+    ratios = a.kind == "rl" and not a.online_pairs
+    if ratios and a.correction == "none" and (quantization := config.generator.quantization) != "none":
         where = "nothing corrects for" if a.proximal == "trainer" else "the clip also acts on"
         yield (
             f'algorithm.correction is "none" with generator.quantization = "{quantization}": {where} the rounding of '
@@ -290,8 +312,9 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
             'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
         )
-    if a.name in ("ipo", "orpo", "kto") and a.label_smoothing:
-        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of {a.name} does not use it"
+    loss = a.pair_loss if a.online_pairs else a.name
+    if loss in ("ipo", "orpo", "kto") and a.label_smoothing:
+        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of {loss} does not use it"
     if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip in ("clip_cov", "none"):
         return
     preset = algorithm_of({"name": a.name}, config)

@@ -212,6 +212,7 @@ def check_roles(config: Config, shape: ModelShape) -> Iterator[str]:
     named = f'algorithm.name = "{a.name}"'
     if a.needs_reference and config.reference.mesh == "none":
         why = f"algorithm.kl_coef = {a.kl_coef:g}" if a.kind == "rl" else named
+        why = f'algorithm.pair_loss = "{a.pair_loss}"' if a.online_pairs else why
         why = why if a.compares_with_reference else 'algorithm.teacher_weights = "reference"'
         yield wrong("reference.mesh", f'"trainer" or "own", because {why} needs a reference')
     if a.needs_critic and config.critic.lr == 0:
