@@ -109,10 +109,10 @@ class ModelRank(Actor):
         return self._model.phase.update(whole, divisor)
 
     @verb
-    async def scores(self, batch: Batch, temperature: float, lent: str) -> "tuple[list[np.ndarray], int]":
-        """Return each place's log-prob or value, and the checksum of the weights if they are frozen."""
+    async def scores(self, batch: Batch, temperature: float, lent: str, top: int) -> "tuple[list[np.ndarray], int]":
+        """Return each place's log-prob or value, or entries of the `top` tokens; and the checksum of frozen weights."""
         with span("scores", weights=lent or "own"):
-            return self._model.scores(batch, temperature, lent)
+            return self._model.scores(batch, temperature, lent, top)
 
     @verb
     async def save(self, step: int, controller: str, on_disk: bool) -> None:

@@ -5,7 +5,8 @@
 
     loss = sum_t weight_t (correction_t surrogate_t + kl_coef KL_t + ratio_penalty (log r_t)^2 - entropy_coef H_t)
 
-`surrogate_t` is a function of the ratio r and the advantage A, which the key `clip` names: surrogate.py. With
+`surrogate_t` is a function of the ratio r and the advantage A, which the key `clip` names: surrogate.py; or with
+`distill_top_k` the divergence from the teacher, divergence.py, times the clipped ratio if `clip` is "cispo". With
 `top_entropy_share` only the tokens of highest entropy have a surrogate and an entropy bonus.
 `weight_t` holds mask, aggregation and the global denominator (packing.py), so the sum over microbatches and ranks *is*
 the loss. `old` is the proximal policy's log-prob if there is one (decoupled PPO), else the sampling log-prob.
@@ -13,7 +14,7 @@ the loss. `old` is the proximal policy's log-prob if there is one (decoupled PPO
 All operations are plain torch, differentiated by autograd.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +46,7 @@ class Tokens:
     sequences: int  # number of sequences
     proximal: torch.Tensor | None = None  # log-prob before the step's first update
     reference: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None  # from the teacher, with its gradient
 
 
 def policy_loss(
@@ -63,6 +65,9 @@ def policy_loss(
     ratio_T = log_ratio_T.exp()
     policies = Policies(on_T, current_T, old_T, ratio_T, advantage_T, tokens.sequence, tokens.sequences)
     clipped = CLIPS[surrogate.clip](policies, surrogate)
+    if tokens.divergence is not None:
+        loss_T, limited_T = selected(tokens.divergence), ratio_T.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
+        clipped = replace(clipped, loss_T=limited_T.detach() * loss_T if surrogate.clip == "cispo" else loss_T)
 
     # Without a proximal policy the ratio itself corrects; a rejection then compares the current policy.
     trusted_T = current_T.detach() if tokens.proximal is None else old_T
@@ -102,6 +107,8 @@ def policy_loss(
             statistics.tokens["clip_ratio/selected"] = count(clipped.selected_T)
         if top_T is not None:
             statistics.tokens.update({"entropy/top_share": count(top_T), "entropy/top": masked_sum(entropy_T, top_T)})
+        if tokens.divergence is not None:
+            statistics.tokens["distill/divergence"] = masked_sum(tokens.divergence, on_T)
         if tokens.reference is not None:
             statistics.tokens[f"kl/{surrogate.kl}"] = masked_sum(kl_T, on_T)
         statistics.sums["loss"] = loss.detach()

@@ -10,13 +10,15 @@ import torch.distributed as dist
 class SoftmaxSums:
     """A token's softmax over a part of the vocabulary, as four numbers that can be combined over parts.
 
-    max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] if the part has it, else 0.
+    max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] if the part has it, else 0; others
+    likewise, if other ids are read too.
     """
 
     max_T: torch.Tensor
     mass_T: torch.Tensor
     moment_T: torch.Tensor
     target_T: torch.Tensor
+    others_TK: torch.Tensor | None = None
 
     @classmethod
     def of_nothing(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxSums":
@@ -26,7 +28,10 @@ class SoftmaxSums:
 
     def __getitem__(self, tokens: slice) -> "SoftmaxSums":
         """Return a view: adding to it adds to these sums."""
-        return SoftmaxSums(self.max_T[tokens], self.mass_T[tokens], self.moment_T[tokens], self.target_T[tokens])
+        others = None if self.others_TK is None else self.others_TK[tokens]
+        return SoftmaxSums(
+            self.max_T[tokens], self.mass_T[tokens], self.moment_T[tokens], self.target_T[tokens], others
+        )
 
     def move_(self, max_T: torch.Tensor) -> None:
         """Restate mass and moment relative to another max, in place."""
@@ -43,7 +48,9 @@ class SoftmaxSums:
         self.move_(max_T)
         sums_3T = torch.stack([self.mass_T, self.moment_T, self.target_T])
         dist.all_reduce(sums_3T, dist.ReduceOp.SUM, group)
-        return SoftmaxSums(max_T, *sums_3T.unbind())
+        if self.others_TK is not None:
+            dist.all_reduce(self.others_TK, dist.ReduceOp.SUM, group)
+        return SoftmaxSums(max_T, *sums_3T.unbind(), others_TK=self.others_TK)
 
     @property
     def logprob_T(self) -> torch.Tensor:
@@ -62,7 +69,7 @@ class SoftmaxSums:
 @dataclass(frozen=True)
 class Incoming:
     """Inputs of the backward pass per token. `entropy_grad_T` is None if the entropy is detached, `kept_TB` if nothing
-    was dropped."""
+    was dropped, `others` if only targets are read."""
 
     targets_T: torch.Tensor
     lse_T: torch.Tensor
@@ -70,9 +77,10 @@ class Incoming:
     logprob_grad_T: torch.Tensor
     entropy_grad_T: torch.Tensor | None
     kept_TB: torch.Tensor | None = None
+    others: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, K] ids besides the target, and their gradients
 
     def at(self, tokens: slice, vocab_start: int) -> "Incoming":
-        """Return the inputs of a slice of tokens, with targets and kept sets counted from `vocab_start`."""
+        """Return the inputs of a slice of tokens, with ids and kept sets counted from `vocab_start`."""
         return Incoming(
             self.targets_T[tokens] - vocab_start,
             self.lse_T[tokens],
@@ -80,4 +88,5 @@ class Incoming:
             self.logprob_grad_T[tokens],
             None if self.entropy_grad_T is None else self.entropy_grad_T[tokens],
             None if self.kept_TB is None else self.kept_TB[tokens, vocab_start // 8 :],
+            self.others and (self.others[0][tokens] - vocab_start, self.others[1][tokens]),
         )

@@ -18,16 +18,23 @@ vLLM does with `head_dtype = "float32"`.
 A token of truncated sampling has a kept set (`kept`, kept_bits.py): the logits of all others count as DROPPED, so that
 log-prob and entropy belong to the distribution that was sampled from, and dropped tokens get no gradient.
 
+Log-probs of other ids can be read beside the target's. With their gradients g_k,
+
+    dz = ... + sum_k g_k (onehot(id_k) - p)
+
 Under tensor parallelism each rank holds some rows of the weight. The ranks' four numbers are combined like the tiles',
 in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
-CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed.
+CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed, and
+no other ids are read.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from titan_rl.kernels.kept_bits import DROPPED, dropped, keeps
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 # 512..4096 at D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long. A window begins at a whole byte of a
 # kept set's mask: its vocabulary is a multiple of 8.
 TILE = (1024, 1024)
+LOGITS = 2**25  # at once, where the largest are looked for
 
 
 def reference_token_logprob(
@@ -98,12 +106,16 @@ class Tile:
         weight_VD: torch.Tensor,
         targets_T: torch.Tensor,
         kept_TB: torch.Tensor | None = None,
+        others_TK: torch.Tensor | None = None,
     ) -> None:
-        """Add a window of the vocabulary to `sums`; `targets_T` and `kept_TB` count from the window's start."""
+        """Add a window of the vocabulary to `sums`; ids and `kept_TB` count from the window's start."""
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
         if kept_TB is not None:
             logits_TV.masked_fill_(dropped(kept_TB, len(weight_VD)), DROPPED)
-        column_T1, inside_T1 = _columns(targets_T, len(weight_VD))
+        if others_TK is not None and sums.others_TK is not None:
+            column_TK, inside_TK = _columns(others_TK, len(weight_VD))
+            sums.others_TK.add_(logits_TV.gather(1, column_TK) * inside_TK)
+        column_T1, inside_T1 = _columns(targets_T.unsqueeze(1), len(weight_VD))
         sums.target_T.add_((logits_TV.gather(1, column_T1) * inside_T1).squeeze(1))
         sums.move_(torch.maximum(sums.max_T, logits_TV.amax(1)))
         shifted_TV = logits_TV.sub_(sums.max_T.unsqueeze(1))
@@ -120,15 +132,20 @@ class Tile:
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
         if incoming.kept_TB is not None:
             logits_TV.masked_fill_(dropped(incoming.kept_TB, len(weight_VD)), DROPPED)
-        column_T1, inside_T1 = _columns(incoming.targets_T, len(weight_VD))
+        column_T1, inside_T1 = _columns(incoming.targets_T.unsqueeze(1), len(weight_VD))
         onehot_T1 = inside_T1.to(self.dtype)
         logprobs_TV = logits_TV.sub_(incoming.lse_T.unsqueeze(1))
         descent_TV = torch.exp(logprobs_TV, out=scratch_TV)
         if incoming.entropy_grad_T is not None:
             g_T1, h_T1 = incoming.logprob_grad_T.unsqueeze(1), incoming.entropy_grad_T.unsqueeze(1)
             onehot_T1 = onehot_T1 * g_T1
+            if incoming.others is not None:
+                g_T1 = g_T1 + incoming.others[1].sum(1, keepdim=True)
             descent_TV.mul_(logprobs_TV.mul_(h_T1).add_(g_T1 + h_T1 * incoming.entropy_T.unsqueeze(1)))
         descent_TV.scatter_add_(1, column_T1, -onehot_T1)
+        if incoming.others is not None:
+            column_TK, inside_TK = _columns(incoming.others[0], len(weight_VD))
+            descent_TV.scatter_add_(1, column_TK, -incoming.others[1] * inside_TK)
         if self.rounded.dtype == self.dtype:
             return descent_TV
         return self.rounded[: descent_TV.numel()].view(descent_TV.shape).copy_(descent_TV)
@@ -141,10 +158,10 @@ class Tile:
             total.add_(a @ b)
 
 
-def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's column in a window of this width, 0 if it is outside; and whether it is inside."""
-    inside_T = (targets_T >= 0) & (targets_T < width)
-    return torch.where(inside_T, targets_T, 0).unsqueeze(1), inside_T.unsqueeze(1)
+def _columns(ids_TK: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each id's column in a window of this width, 0 if it is outside; and whether it is inside."""
+    inside_TK = (ids_TK >= 0) & (ids_TK < width)
+    return torch.where(inside_TK, ids_TK, 0), inside_TK
 
 
 def softmax_sums(
@@ -153,12 +170,16 @@ def softmax_sums(
     weight_VD: torch.Tensor,
     targets_T: torch.Tensor,
     kept_TB: torch.Tensor | None = None,
+    others_TK: torch.Tensor | None = None,
 ) -> SoftmaxSums:
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
+    if others_TK is not None:
+        sums = replace(sums, others_TK=torch.zeros_like(others_TK, dtype=tile.dtype))
     for v in _windows(len(weight_VD), tile.vocabulary):
         for t in _windows(len(hidden_TD), tile.tokens):
             kept_tB = None if kept_TB is None else kept_TB[t, v.start // 8 :]
-            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start, kept_tB)
+            others = [] if others_TK is None else [others_TK[t] - v.start]
+            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start, kept_tB, *others)
     return sums
 
 
@@ -210,39 +231,46 @@ class _TokenLogprob(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_T: torch.Tensor,
         kept_TB: torch.Tensor | None,
+        others_TK: torch.Tensor | None,
         options: _Options,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tile = _tile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
-        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB)
+    ) -> tuple[torch.Tensor, ...]:
+        tile = _tile(hidden_TD, weight_VD, options, plain=others_TK is not None)
+        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB, others_TK)
         if options.group is not None:
             sums = sums.over_group(options.group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK)
         ctx.options = options
         ctx.set_materialize_grads(False)
         if not options.with_entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
-        return sums.logprob_T, entropy_T
+        if sums.others_TK is None:
+            return sums.logprob_T, entropy_T
+        others_TK = (sums.others_TK - sums.max_T.unsqueeze(1)) - sums.mass_T.log().unsqueeze(1)
+        return sums.logprob_T, entropy_T, others_TK
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator makes ctx positional
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> Any:
-        hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK = ctx.saved_tensors
         options: _Options = ctx.options
-        logprob_grad_T, entropy_grad_T = grad_outputs
+        logprob_grad_T, entropy_grad_T, *others_grad = grad_outputs
         if logprob_grad_T is None:
             logprob_grad_T = torch.zeros_like(lse_T)
-        incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T, kept_TB)
+        others = (others_TK, others_grad[0]) if others_grad and others_grad[0] is not None else None
+        if others and entropy_grad_T is None:  # p then has another factor than the target's onehot
+            entropy_grad_T = torch.zeros_like(lse_T)
+        incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T, kept_TB, others)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
-        tile = _tile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
+        tile = _tile(hidden_TD, weight_VD, options, plain=others is not None)
         hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, hidden_needs_grad, weight_needs_grad)
         if hidden is not None:
             if options.group is not None:
                 dist.all_reduce(hidden, dist.ReduceOp.SUM, options.group)
             hidden = hidden.to(hidden_TD.dtype)
-        return hidden, weight, None, None, None
+        return hidden, weight, None, None, None, None
 
 
 def token_logprob(
@@ -255,8 +283,10 @@ def token_logprob(
     with_entropy_grad: bool = False,
     float32_logits: bool = False,
     kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape.
+    others: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape; and with
+    the ids of `others`, [T, K], their log-probs. An id outside the vocabulary has any number.
 
     Hidden is [.., D] and targets [..]. Gradients flow to hidden and weight from the log-prob, and with
     `with_entropy_grad` from the entropy; otherwise the entropy is detached, and the backward pass is cheaper.
@@ -280,22 +310,42 @@ def token_logprob(
     if kept is not None and group is None and flat_T.device.type == "cpu" and not keeps(kept, flat_T).all():
         place = int(keeps(kept, flat_T).logical_not().nonzero()[0])
         raise IndexError(f"expected each target in its kept set, found token {flat_T[place]} of place {place} dropped")
-    logprob_T, entropy_T = _TokenLogprob.apply(
+    logprob_T, entropy_T, *others_TK = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
         flat_T - start,
         kept,
+        None if others is None else others - start,
         _Options(temperature, group, with_entropy_grad, float32_logits),
     )
-    return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape)
+    return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape), *others_TK
+
+
+@torch.no_grad()
+def most_likely(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, k: int, shard: tuple[dist.ProcessGroup, int] | None = None
+) -> torch.Tensor:
+    """Return the ids of the k largest logits of each token, [T, K]. Of a `shard` as token_logprob has it."""
+    (group, start), width = shard or (None, 0), min(k, len(weight_VD))
+    windows = _windows(len(hidden_TD), max(1, LOGITS // max(1, len(weight_VD))))
+    parts = [(hidden_TD[t] @ weight_VD.T).topk(width) for t in windows] or [hidden_TD.new_empty(0, width).topk(width)]
+    logits_TK = F.pad(torch.cat([part.values for part in parts]), (0, k - width), value=-torch.inf)
+    ids_TK = F.pad(torch.cat([part.indices for part in parts]) + start, (0, k - width))
+    if group is None:
+        return ids_TK
+    own_2TK = torch.stack([logits_TK.double(), ids_TK.double()])
+    every = [torch.empty_like(own_2TK) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own_2TK, group=group)
+    logits_TN, ids_TN = torch.cat(every, -1)
+    return ids_TN.gather(1, logits_TN.topk(k).indices).long()
 
 
 def _tile(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, options: _Options, *, plain: bool = False
 ) -> "Tile | FusedTile":
-    """Return a FusedTile for a GPU's tensors, or else a Tile. Its methods are the same."""
-    fused = _triton(hidden_TD)
-    return (fused.FusedTile if fused else Tile)(hidden_TD, weight_VD, temperature, float32_logits)
+    """Return a FusedTile for a GPU's tensors, or else a Tile. Its methods are the same; it alone reads other ids."""
+    fused = None if plain else _triton(hidden_TD)
+    return (fused.FusedTile if fused else Tile)(hidden_TD, weight_VD, options.temperature, options.float32_logits)
 
 
 def _triton(hidden_TD: torch.Tensor) -> Any:

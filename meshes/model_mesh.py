@@ -163,11 +163,11 @@ class ModelMesh:
         return self._slowest(await self._all("update", whole, divisor))
 
     async def scores(
-        self, batches: Sequence[Batch], temperature: float = 1.0, lent: str = ""
+        self, batches: Sequence[Batch], temperature: float = 1.0, lent: str = "", top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
-        """Return log-probs or values by dp row and microbatch, under the model's own weights or those `lent` to it; and
-        the checksum of frozen weights by rank."""
-        answers = await self._scatter("scores", self._rows(batches), temperature, lent)
+        """Return log-probs or values by dp row and microbatch, or entries of the `top` tokens, under the model's own
+        weights or those `lent` to it; and the checksum of frozen weights by rank."""
+        answers = await self._scatter("scores", self._rows(batches), temperature, lent, top)
         return [values for values, _ in answers[:: self.row_ranks]], [checksum for _, checksum in answers]
 
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:

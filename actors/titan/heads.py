@@ -17,8 +17,9 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.sharding import ShardingConfig
 
+from titan_rl.kernels.divergence import divergence
 from titan_rl.kernels.kept_bits import kept_bits
-from titan_rl.kernels.token_logprob import token_logprob
+from titan_rl.kernels.token_logprob import most_likely, token_logprob
 from titan_rl.wire.model_families import Head
 
 
@@ -32,6 +33,9 @@ class Question(NamedTuple):
     with_entropy_grad: bool = False
     float32_logits: bool = False
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # kept sets: counts [B * T], ids (kernels/kept_bits.py)
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # ids (-1: unknown) and log-probs, [N, k]: the divergence
+    beta: float = 0.5
+    top: int = 0  # above 0: answer with ids and log-probs, [N, 1 + top], of the targets and the most likely tokens
 
     def kept_bits(self, vocabulary: int, start: int = 0) -> torch.Tensor | None:
         """Return the masks of the targets that are on, over `vocabulary` ids from `start` on."""
@@ -80,16 +84,27 @@ class TokenHead(Linear):
             weight_VD = weight_VD.to_local()
         if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
+        hidden_TD, targets_T = hidden_BLD.flatten(0, 1)[question.places_BT[on_BT]], question.targets_BT[on_BT]
+        others_TK, teacher_TK = question.teacher or (None, None)
+        if question.top:
+            others_TK = most_likely(hidden_TD, weight_VD, question.top, shard)
         answers_T = token_logprob(
-            hidden_BLD.flatten(0, 1)[question.places_BT[on_BT]],
+            hidden_TD,
             weight_VD,
-            question.targets_BT[on_BT],
+            targets_T,
             question.temperature,
             shard=shard,
             with_entropy_grad=question.with_entropy_grad,
             float32_logits=question.float32_logits,
             kept=question.kept_bits(len(weight_VD), start),
+            others=others_TK,
         )
+        if question.top and others_TK is not None:
+            logprob_T, _, logprobs_TK = answers_T
+            return tuple(torch.cat(x, 1) for x in ((targets_T[:, None], others_TK), (logprob_T[:, None], logprobs_TK)))
+        if others_TK is not None and teacher_TK is not None:
+            found_T = divergence(answers_T[2], teacher_TK, question.beta)
+            answers_T = *answers_T[:2], torch.where(others_TK[:, 0] >= 0, found_T, 0.0)
         return tuple(x_T.new_zeros(on_BT.shape).masked_scatter(on_BT, x_T) for x_T in answers_T)
 
 

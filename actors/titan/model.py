@@ -60,6 +60,7 @@ from titan_rl.kernels import cpu_matmul
 from titan_rl.wire.adapters import PEFT_FOLDER
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
+from titan_rl.wire.top_tokens import entries
 from titan_rl.wire.types import Rows
 
 FILE_BYTES = 5 << 30
@@ -230,20 +231,35 @@ class TitanModel:
 
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-prob of each target under the mask and entropy of its distribution, [B, T] float32 each."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-prob of each target under the mask and entropy of its distribution, [B, T] float32 each; and the
+        divergence from the teacher, if the rows have its top tokens."""
+        keys = {"with_entropy_grad": with_entropy_grad, "kept": rows.kept, "teacher": rows.teacher}
+        answers = self._asked(rows, temperature, **keys, beta=self.config.algorithm.distill_beta)
+        if self.cp_mesh is None:
+            return answers
+        return context_parallel.of_all_parts(torch.stack(answers), self.cp_mesh).unbind()
+
+    def entries(self, rows: "DeviceRows", *, temperature: float, top: int) -> np.ndarray:
+        """Return entries of N targets under the mask, each before the `top` most likely tokens, [N, 1 + top]."""
+        answers = self._asked(rows, temperature, top=top)
+        if self.cp_mesh is not None and rows.own is not None:
+            own, mesh = rows.own[rows.mask > 0], self.cp_mesh
+            whole = [x.new_zeros(len(own), 1 + top).index_put((own,), x) for x in answers]
+            answers = [context_parallel.of_all_parts(x, mesh) for x in whole]
+        ids, logprobs = answers
+        return entries(ids.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _asked(self, rows: "DeviceRows", temperature: float, **keys: Any) -> Any:
+        """Return what the head answers for the targets under the mask that this rank predicts."""
         head: heads.TokenHead = self.model.lm_head
         float32 = self.config.model.head_dtype == "float32"
         on = rows.mask > 0
         if rows.own is not None:
             on = on & rows.own
-        question = heads.Question(rows.targets, rows.places, on, temperature, with_entropy_grad, float32, rows.kept)
+        question = heads.Question(rows.targets, rows.places, on, temperature, float32_logits=float32, **keys)
         with head.asked(question), self.context():
-            answers = self._forward(rows)
-        if self.cp_mesh is None:
-            return answers
-        logprob, entropy = context_parallel.of_all_parts(torch.stack(answers), self.cp_mesh)
-        return logprob, entropy
+            return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
         """Return the value at the place of each target, [B, T] float32."""
@@ -260,10 +276,13 @@ class TitanModel:
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
-    def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
-        """Return the values, or the log-probs of the targets, as [B, T] numpy, without building a graph."""
+    def score(self, rows: Rows, *, temperature: float = 1.0, top: int = 0) -> Any:
+        """Return the values, or the log-probs of the targets, as [B, T] numpy, or with `top` their entries,
+        without building a graph."""
         placed = self.placed(rows)
         with torch.no_grad():
+            if top:
+                return self.entries(placed, temperature=temperature, top=top)
             if self.shape.head == "value":
                 return self.values(placed).cpu().numpy()
             return self.logprobs(placed, temperature=temperature)[0].cpu().numpy()
@@ -483,6 +502,7 @@ class DeviceRows:
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated
     routes: torch.Tensor | None = None  # [B, L, layers, K]: experts to replay; -1: unknown
     filled: torch.Tensor | None = None  # [B, L] bool, with routes: false at padding
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and log-probs [N, k], of own targets in the mask
 
     @property
     def trained_at(self) -> torch.Tensor:
@@ -502,6 +522,10 @@ class DeviceRows:
             sets = rows.kept if own is None else rows.kept.only(own.ravel())
             counts, ids = sets.ids()
             kept = to(counts), to(ids)
+        teacher = None
+        if (top := rows.top) is not None:
+            top = top if own is None else top[own[rows.mask > 0]]
+            teacher = to(top["id"].astype(np.int64)), to(np.ascontiguousarray(top["logprob"]))
         return cls(
             tokens=to(tokens),
             positions=to(positions),
@@ -517,6 +541,7 @@ class DeviceRows:
             kept=kept,
             routes=None if routes is None else to(routes),
             filled=None if filled is None else to(filled),
+            teacher=teacher,
         )
 
 

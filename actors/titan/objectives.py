@@ -44,7 +44,7 @@ class Objectives:
     def policy(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
         entropy_coef = self.entropy.coef if self.entropy else algorithm.entropy_coef
-        logprob, entropy = self.model.logprobs(
+        logprob, entropy, *divergence = self.model.logprobs(
             rows, temperature=self.config.rollout.temperature, with_entropy_grad=entropy_coef > 0
         )
         proximal = rows.columns.get("proximal")
@@ -59,6 +59,7 @@ class Objectives:
             sequences=rows.count,
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
+            divergence=next(iter(divergence), None),
         )
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 

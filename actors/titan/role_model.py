@@ -144,21 +144,21 @@ class RoleModel(TitanModel):
         objectives = Objectives(self, self.config, self.phase.entropy)
         return objectives.named("value" if self.role == "critic" else kind)
 
-    def scores(self, batch: Batch, temperature: float, lent: str = "") -> tuple[list[np.ndarray], int]:
-        """Return each place's log-prob or value, under the model's own weights or those `lent` to it; and the checksum
-        of the weights if they are frozen, else 0."""
+    def scores(self, batch: Batch, temperature: float, lent: str = "", top: int = 0) -> tuple[list[np.ndarray], int]:
+        """Return each place's log-prob or value, or entries of the `top` tokens, under the model's own weights or those
+        `lent` to it; and the checksum of the weights if they are frozen, else 0."""
         if lent:
             self._settle()
             with self._policy.lent[lent].swapped_in():
-                return self._scores(batch, temperature), 0 if lent == "average" else self.checksum()
-        scores = self._scores(batch, temperature)
+                return self._scores(batch, temperature, top), 0 if lent == "average" else self.checksum()
+        scores = self._scores(batch, temperature, top)
         if self.role in ("trainer", "critic"):
             self.reshard()
             return scores, 0
         return scores, self.checksum()
 
-    def _scores(self, batch: Batch, temperature: float) -> list[np.ndarray]:
-        return [self.score(rows, temperature=temperature) for rows in batch.microbatches]
+    def _scores(self, batch: Batch, temperature: float, top: int) -> list[np.ndarray]:
+        return [self.score(rows, temperature=temperature, top=top) for rows in batch.microbatches]
 
     def export(self, folder: str) -> None:
         self.write(folder)

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,22 @@ def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_pat
     lines = steps(runs.finish(tmp_path / "run", "opd_llama", **STEPS, **teacher))
     assert len(lines) == 3
     assert all(line["advantage/min"] != line["advantage/max"] for line in lines)
+
+
+@pytest.mark.parametrize("mesh", ["own", "trainer"])
+def test_a_divergence_from_a_teacher_falls(runs: Runs, language_model: Run, tmp_path: Path, mesh: str) -> None:
+    """A step made again from its recorded batch is the same."""
+    teacher: dict[str, Any] = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
+    keys: dict[str, Any] = {**STEPS, "training__steps": 8, "cold_start__steps": 0, "optimizer__lr": 3e-3}
+    keys |= {"checkpoint__interval": 7, "algorithm__kl_coef": 0.0}
+    run = runs.finish(tmp_path / "run", "gkd_llama", **keys, **teacher, record__batches=1)
+    lines = steps(run)
+    assert 0 < lines[-1]["distill/divergence"] < 0.8 * lines[0]["distill/divergence"]
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["distill/divergence"], rel=1e-4)
+        assert 0 < line["distill/teacher_mass"] < 1
+    again = [sys.executable, "-m", "titan_rl.replay", str(run.folder), "--step", "8"]
+    assert subprocess.run(again, capture_output=True, text=True, timeout=300).returncode == 0
 
 
 def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(

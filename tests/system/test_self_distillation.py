@@ -94,3 +94,12 @@ def test_the_teachers_signal_is_added_to_that_of_rewards(runs: Runs, tmp_path: P
     both = distilled(runs.finish(tmp_path / "run", **keys))
     assert any(0 < line["distill/covered"] < 1 for line in both)
     assert all(line["advantage/min"] < 0 < line["advantage/max"] for line in both)
+
+
+def test_a_divergence_is_of_covered_answers(runs: Runs, tmp_path: Path) -> None:
+    keys = {**SIBLING, "algorithm__distill_top_k": 4, "algorithm__distill_beta": 0.0, **FEW}
+    lines = distilled(runs.finish(tmp_path / "run", **keys))
+    assert any(0 < line["distill/covered"] < 1 for line in lines)
+    for line in lines:
+        assert (line["distill/divergence"] > 0) == (line["distill/covered"] > 0)
+        assert 0 < line.get("distill/teacher_mass", 0.5) < 1

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.routes import joined, signed
+from titan_rl.wire.top_tokens import joined_entries
 from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -91,19 +93,25 @@ def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
 
 
 def unpack(
-    batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample]
+    batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample], trained: bool = False
 ) -> list[np.ndarray]:
     """Return the answers for targets, given by batch and microbatch, as one float32 array per sample. A sample's first
-    token is never a target and gets 0."""
+    token is never a target and gets 0. Answers for `trained` targets alone, [N, k], become arrays for trained tokens.
+    """
     sizes = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
-    ends = sizes.cumsum()
-    begins, flat = ends - sizes, np.zeros(sizes.sum(), np.float32)
+    begins, ends = sizes.cumsum() - sizes, sizes.cumsum()
+    entry, flat = np.arange(sizes.sum()), np.zeros(sizes.sum(), np.float32)
+    if trained:
+        on = np.concatenate([np.zeros(0, bool), *(np.asarray(sample.mask) > 0 for sample in samples)])
+        entry, ends = on.cumsum() - 1, np.append(0, on.cumsum())[ends]
+        flat = np.zeros((on.sum(), *answers[0][0].shape[1:]), answers[0][0].dtype)
     for batch, answered in zip(batches, answers, strict=True):
         for rows, values in zip(batch.microbatches, answered, strict=True):
-            filled = rows.sequences >= 0
-            owner = rows.samples[rows.sequences[filled]]
-            flat[begins[owner] + rows.positions.reshape(-1)[rows.places[filled]] + 1] = values[filled]
-    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
+            chosen = rows.mask > 0 if trained else rows.sequences >= 0
+            owner = rows.samples[rows.sequences[chosen]]
+            token = begins[owner] + rows.positions.reshape(-1)[rows.places[chosen]] + 1
+            flat[entry[token]] = values if trained else values[chosen]
+    return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together: int) -> None:
@@ -115,6 +123,11 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
         if entries != sizes:  # a short list would shift the training data of every later sample
             i, n, count = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
             raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {count}")
+    if any(s.top is not None for s in samples):
+        for i, s in enumerate(samples):
+            n, found = int((np.asarray(s.mask) > 0).sum()), 0 if s.top is None else len(s.top)
+            if n != found:
+                raise ValueError(f"sample {i}: expected {n} rows of top tokens, one per trained token, found {found}")
     units = places.reshape(-1, together).sum(1)
     if (units > seq_len).any():
         first = int(np.argmax(units > seq_len))
@@ -230,6 +243,8 @@ class _Block:
     kept: KeptSets | None  # for the tokens of all samples, and one for padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
     routes: np.ndarray | None  # for the tokens of all samples, and a row for padding
+    top: np.ndarray | None  # for the tokens of all samples that are under a mask
+    trained: np.ndarray  # the number of each token of all samples among those under a mask
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
@@ -289,6 +304,8 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         kept=_kept(samples),
         reads=reads,
         routes=joined([(len(s.tokens), s.routes) for s in samples]),
+        top=joined_entries([s.top for s in samples]),
+        trained=(flat((s.mask for s in samples), np.float32) > 0).cumsum() - 1,
     )
 
 
@@ -353,4 +370,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         segments=segments[np.argsort(segments[:, 0])],
         kept=block.kept and block.kept.take(np.where(block.mask[numbers] > 0, block.source[numbers], -1).ravel()),
         routes=None if block.routes is None else signed(block.routes[block.reads[numbers]]),
+        top=None if block.top is None else block.top[block.trained[block.source[numbers][block.mask[numbers] > 0]]],
     )

@@ -184,6 +184,12 @@ class AlgorithmSection:
     answer of its group, with a reward of at least curriculum.correct_at; "feedback": the text that the reward function
     or the environment returned; "demonstration" or "answer": the row's. An answer without any gets no signal from the
     teacher. Empty: the teacher reads what the policy has read (docs/algorithms.md)."""
+    distill_top_k: int = bounds(0, ge=0, le=2**16)
+    """With advantage = "teacher", train on the divergence from the teacher at each token, over the teacher's k most
+    likely tokens and one bucket of all others (GKD). 0: on its estimate from the sampled token."""
+    distill_beta: float = bounds(0.5, ge=0, le=1)
+    """Divergence of distill_top_k: forward KL, which covers all that the teacher may say (0); reverse KL (1); between
+    them the generalized Jensen-Shannon divergence."""
     normalize: Literal["none", "group", "mean", "batch"] = "group"
     """Scale of the advantages: unchanged, divided by the group's standard deviation or its mean, or whitened over the
     step's tokens."""

@@ -24,6 +24,7 @@ from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.routes import id_type
 from titan_rl.wire.snapshot import snapshot_bytes
+from titan_rl.wire.top_tokens import ENTRY
 from titan_rl.wire.weight_source import FORCES_LINKS
 
 BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4
@@ -124,7 +125,7 @@ def batch_bytes(config: Config, shape: ModelShape) -> int:
     """Return the most that the samples of a step take in RUN/batches: an id, a mask, a few columns and the routes per
     token."""
     routes = route_bytes(shape) if config.algorithm.routing_replay else 0
-    return step_tokens(config) * (BYTES_PER_KEPT_TOKEN + routes)
+    return step_tokens(config) * (BYTES_PER_KEPT_TOKEN + routes + config.algorithm.distill_top_k * ENTRY.itemsize)
 
 
 def step_tokens(config: Config) -> int:
@@ -352,6 +353,11 @@ def _teacher(a: AlgorithmSection) -> str:
     """Describe the weights and the context of a teacher, unless it is another model that reads the policy's prompt."""
     added = f" + {a.teacher_coef:g} x teacher" if a.teacher_coef else ""
     reads = f", and reads {' or '.join(a.teacher_context)}" if a.teacher_context else ""
+    if a.distill_top_k:
+        each = size(a.distill_top_k * ENTRY.itemsize)
+        added += (
+            f", divergence (beta {a.distill_beta:g}) over its top {a.distill_top_k} tokens, {each} per sampled token"
+        )
     decay = f" of decay {a.teacher_decay:g}" if a.averages else ""
     own = a.needs_teacher and (a.teacher_weights != "folder" or reads)
     return added + (f" (its weights are the {a.teacher_weights}{decay}{reads})" if own else "")

@@ -25,6 +25,7 @@ from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
+BYTES_PER_TOP_TOKEN = 64  # an id, and float32 numbers: two log-probs, what the divergence keeps, gradients
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
 SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
@@ -375,14 +376,17 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 def head(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart:
     """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
-    compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
+    compute dtype, one tile of logits, the masks of kept sets, and the teacher's top tokens. A value head has a fraction
+    of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
     targets = tokens(config, p) * MOST_TARGETS
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
         masks = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
-        extra = TILE_BYTES + masks
+        top = targets * config.algorithm.distill_top_k * BYTES_PER_TOP_TOKEN
+        extra = TILE_BYTES + masks + top
         formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(masks)}" if masks else "")
+        formula += f" + top tokens of {size(top)}" if top else ""
     return MemoryPart(targets * shape.dim * each + extra, formula)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from titan_rl.record.lines import must_write, replacing
 from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.routes import joined
+from titan_rl.wire.top_tokens import joined_entries
 from titan_rl.wire.types import Sample
 
 FOLDER = "batches"
@@ -76,6 +77,8 @@ def _arrays(updates: Updates) -> dict[str, Any]:
         arrays |= {"kept_sizes": kept.sizes, "kept_words": kept.words}
     if (routes := joined([(len(sample.tokens), sample.routes) for sample in samples])) is not None:
         arrays["routes"] = routes[:-1]
+    if (top := joined_entries([sample.top for sample in samples])) is not None:
+        arrays["top"] = top
     return arrays
 
 
@@ -87,6 +90,7 @@ def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
     ends = arrays["length"].cumsum()
     kept = KeptSets(arrays["kept_sizes"], arrays["kept_words"]) if "kept_sizes" in arrays else None
     columns = {name.removeprefix("column_"): values for name, values in arrays.items() if name.startswith("column_")}
+    trained = (arrays["mask"] > 0).cumsum()
     updates: list[list[Sample]] = [[] for _ in range(int(arrays["update"].max(initial=-1)) + 1)]
     for i, end in enumerate(ends):
         own = slice(end - arrays["length"][i], end)
@@ -99,6 +103,7 @@ def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
             int(arrays["sequence"][i]),
             sets,
             arrays["routes"][own] if "routes" in arrays else None,
+            arrays["top"][trained[own][arrays["mask"][own] > 0] - 1] if "top" in arrays else None,
         )
         updates[arrays["update"][i]].append(sample)
     return updates

@@ -113,6 +113,8 @@ DOCS: dict[str, str] = {
     "kl/k3": "k3 estimate of the KL to the reference.",
     "distill/covered": "Share of the answers for which the teacher had a privileged context (teacher_context).",
     "distill/too_long": "Share of the answers whose privileged prompt does not fit training.seq_len: not covered.",
+    "distill/divergence": "Mean divergence from the teacher over the trained tokens, in nats (distill_top_k).",
+    "distill/teacher_mass": "Mean probability of the teacher's distill_top_k most likely tokens together.",
     "distill/gain": "Mean (teacher log-prob - sampling log-prob) over the trained tokens of covered answers.",
     "value/loss": "The critic's loss.",
     "value/mean": "Mean value over trained tokens.",

@@ -35,6 +35,7 @@ from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
+from titan_rl.wire.top_tokens import of_trained, without_teacher
 from titan_rl.wire.types import Batch, PhaseName, Sample
 
 ERROR_CHARACTERS = 300
@@ -144,28 +145,37 @@ class Learner:
             return list(samples)
         with self._clock("judge"):
             columns = dict(zip(scores, await asyncio.gather(*scores.values()), strict=True))
+        if algorithm.needs_teacher and algorithm.distill_top_k:
+            found = columns["teacher"]
+            columns["teacher"] = [of_trained(e[:, 0], s.mask) for e, s in zip(found, samples, strict=True)]
+            samples = [replace(s, top=e[:, 1:]) for e, s in zip(found, samples, strict=True)]
+            for top in (e[e["id"][:, -1] >= 0, 1:]["logprob"] for e in found):
+                self._distilled.update(known=len(top), mass=np.exp(top, dtype=np.float64).sum())
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
     async def _teacher_scores(
         self, samples: Sequence[Sample], privileged: Sequence[Sample | None]
     ) -> Sequence[np.ndarray]:
-        """Return the teacher's log-probs of the samples' tokens. A sample without a privileged one has its sampling
-        log-probs: the teacher's signal is their difference, which is 0 there."""
+        """Return the teacher's log-probs of the samples' tokens; with distill_top_k as entries, each before the top
+        tokens. A sample without a privileged one has its sampling log-probs: the teacher's signal is their difference,
+        which is 0 there. Its top tokens are unknown."""
         algorithm, sums = self._config.algorithm, self._distilled
-        home = self._home(TEACHERS[algorithm.teacher_weights])
+        home, top = self._home(TEACHERS[algorithm.teacher_weights]), algorithm.distill_top_k
         if not algorithm.teacher_context:
-            return await self.scores(samples, *home)
+            return await self.scores(samples, *home, top=top)
         longest = self._config.training.seq_len + 1
         read = {i: other for i, other in enumerate(privileged) if other is not None and len(other.tokens) <= longest}
-        scored = await self.scores(list(read.values()), *home) if read else []
+        scored = await self.scores(list(read.values()), *home, top=top) if read else []
         columns = [np.asarray(sample.columns["behaviour"], np.float64) for sample in samples]
+        masks = [np.asarray(sample.mask) > 0 for sample in samples]
+        found = [without_teacher(c[on], top) for c, on in zip(columns, masks, strict=True)] if top else columns
         for (i, other), scores in zip(read.items(), scored, strict=True):
-            teacher, on = aligned(scores, samples[i], other), np.asarray(samples[i].mask) > 0
-            sums.update(tokens=on.sum(), gain=(teacher - columns[i])[on].sum())
-            columns[i] = teacher
+            teacher = of_trained(scores[:, 0], masks[i]) if top else aligned(scores, samples[i], other)
+            sums.update(tokens=masks[i].sum(), gain=(teacher - columns[i])[masks[i]].sum())
+            found[i] = scores if top else teacher
         too_long = sum(other is not None for other in privileged) - len(read)
         sums.update(answers=len(samples), covered=len(read), too_long=too_long)
-        return columns
+        return found
 
     async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
         """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
@@ -202,10 +212,12 @@ class Learner:
     async def update(self) -> StepStats:
         """Make the step's updates from the accumulated samples."""
         stats = await self._updated()
-        if d := self._distilled:
+        if (d := self._distilled)["answers"]:
             shares = {f"distill/{name}": d[name] / d["answers"] for name in ("covered", "too_long")}
             stats.metrics.update(shares | {"distill/gain": d["gain"] / max(d["tokens"], 1)})
-            d.clear()
+        if d["known"]:
+            stats.metrics["distill/teacher_mass"] = d["mass"] / d["known"]
+        d.clear()
         return stats
 
     async def _updated(self) -> StepStats:
@@ -321,16 +333,22 @@ class Learner:
         return batches if replay and mesh is self._meshes.trainers else [batch.without_routes() for batch in batches]
 
     async def scores(
-        self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = "", *, sharpness: int = 1
+        self,
+        samples: Sequence[Sample],
+        mesh: ModelMesh | None = None,
+        lent: str = "",
+        *,
+        sharpness: int = 1,
+        top: int = 0,
     ) -> list[np.ndarray]:
         """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default; `sharpness`
-        divides the temperature."""
+        divides the temperature. With `top`, return entries of the trained tokens, each before the most likely ones."""
         mesh = mesh or self._meshes.trainers
         batches = self.batches(samples, mesh, replay=not lent)
         temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
-        answers, checksums = await mesh.scores(batches, temperature / sharpness, lent)
+        answers, checksums = await mesh.scores(batches, temperature / sharpness, lent, top)
         self._check_unchanged(lent or mesh.name, checksums)  # 0 for weights that are trained
-        return unpack(batches, answers, samples)
+        return unpack(batches, answers, samples, trained=top > 0)
 
     async def _score_norms(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return each token's 1 - 2 p + sum p^2 over the vocabulary. The sum comes from two forwards: the log-prob is

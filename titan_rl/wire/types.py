@@ -323,10 +323,11 @@ class Sample:
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
     kept: KeptSets | None = None  # one set per token, if sampling was truncated
     routes: np.ndarray | None = None  # [N, layers, K] experts, unknown for the last token; None: the trainer's own
+    top: np.ndarray | None = None  # [M, k] entries of the teacher's top tokens, a row for each token under the mask
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
-        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept, self.routes)
+        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept, self.routes, self.top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,7 @@ class Rows:
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
     kept: KeptSets | None = None  # [B * T]: log-probs of targets[i] are of these tokens only
     routes: np.ndarray | None = None  # [B, L, layers, K] int16: experts that tokens[i] is sent to; -1: the router's own
+    top: np.ndarray | None = None  # [N, k] entries of the teacher's top tokens, for each target under the mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from titan_rl.kernels import token_logprob as kernel
 from titan_rl.kernels import triton_kernels
 from titan_rl.kernels.kept_bits import kept_bits
-from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
+from titan_rl.kernels.token_logprob import most_likely, reference_token_logprob, token_logprob
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, ...]
@@ -274,6 +274,17 @@ def rank_matches_single(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def of_most_likely(others: torch.Tensor) -> Any:
+    """Return a function as token_logprob, whose first result has other ids' log-probs too."""
+
+    def function(*arguments: Any, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob, nats, logprobs = token_logprob(*arguments, **keys, others=others)
+        weights = torch.arange(1, others.shape[1] + 1, dtype=logprobs.dtype)
+        return logprob + logprobs @ weights, nats
+
+    return function
+
+
 def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
     for cuts in shards:
         rows = slice(cuts[rank], cuts[rank + 1])
@@ -296,6 +307,11 @@ def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
         want = results(token_logprob, hidden, weight, targets, entropy=True, with_entropy_grad=True, kept=bits)
         found = results(token_logprob, hidden, weight[rows], targets, entropy=True, kept=own, **keys)
         assert_same(found, (*want[:3], want[3][rows]))
+        others = most_likely(hidden, weight, 12)
+        assert torch.equal(most_likely(hidden, weight[rows], 12, keys["shard"]), others)  # also of fewer rows than 12
+        of_others = of_most_likely(others)
+        want = results(of_others, hidden, weight, targets, entropy=True, with_entropy_grad=True)
+        assert_same(results(of_others, hidden, weight[rows], targets, entropy=True, **keys), (*want[:3], want[3][rows]))
     hidden, weight, targets = case(9, shards[0][-1], 6)
     rows = slice(shards[0][rank], shards[0][rank + 1])
     reduced: list[tuple[int, ...]] = []

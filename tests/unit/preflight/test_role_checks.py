@@ -163,3 +163,33 @@ def test_a_teacher_leaves_no_reward_to_change(tmp_path: Path, keys: str, message
         assert problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{harmless}'))) == []
     (problem,) = problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}')))
     assert problem.startswith(f'{message} algorithm.advantage = "teacher" uses no rewards, found ')
+
+
+WHOLE = "because algorithm.distill_top_k trains on a divergence over the whole vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('distill_top_k = 4\nclip = "ppo"', f'algorithm.clip: expected "none" or "cispo", {WHOLE}, found "ppo"'),
+        ('distill_top_k = 4\nnormalize = "batch"', f'algorithm.normalize: expected "none", {WHOLE}, found "batch"'),
+        (
+            "distill_top_k = 4\n[rollout]\ntop_p = 0.9",
+            f"algorithm.distill_top_k: expected 0 with rollout.top_p, top_k or min_p, {WHOLE}, found 4",
+        ),
+        ("distill_top_k = 9999", "algorithm.distill_top_k: expected at most the vocabulary, 64, found 9999"),
+        ("distill_beta = 1.0", "algorithm.distill_beta: expected 0.5, because algorithm.distill_top_k is 0, found 1"),
+    ],
+)
+def test_a_divergence_needs_the_whole_vocabulary(tmp_path: Path, keys: str, message: str) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher"))
+    fine = toml.replace('name = "opd"', 'name = "opd"\ndistill_top_k = 64\ndistill_beta = 0.0\nclip = "cispo"')
+    assert problems(config(tmp_path, fine)) == []
+    assert problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}'))) == [message]
+
+
+def test_a_divergence_replaces_no_rewards(tmp_path: Path) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher"))
+    toml = toml.replace('name = "opd"', 'teacher_coef = 0.5\ndistill_top_k = 4\nnormalize = "none"')
+    found = problems(config(tmp_path, toml.replace("normalize", 'clip = "none"\nnormalize')))
+    assert found == ['algorithm.distill_top_k: expected 0 unless algorithm.advantage = "teacher", found 4']

@@ -11,6 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.run_log import RunLog
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.top_tokens import entries
 from titan_rl.wire.types import Sample
 
 
@@ -40,6 +41,15 @@ def test_routes_are_read_back(tmp_path: Path) -> None:
     found = [s.routes for s in (*first, *second)]
     assert all(each is not None for each in found)
     assert np.array_equal(found, [routes, np.full_like(routes, 255), routes + 1])  # pyright: ignore[reportArgumentType]
+
+
+def test_top_tokens_are_read_back(tmp_path: Path) -> None:
+    kept = KeptBatches(tmp_path, 1)
+    tops = [entries(first + np.arange(4).reshape(2, 2), np.full((2, 2), -first)) for first in (1, 2, 3)]
+    made = [replace(sample(i), top=top) for i, top in enumerate(tops)]
+    kept.write(1, [made[:2], made[2:]])
+    found = [s.top for update in kept.read(1) for s in update]
+    assert all(top is not None and np.array_equal(top, own) for top, own in zip(found, tops, strict=True))
 
 
 def test_later_steps_of_an_undone_history_are_deleted(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.spans import Clock
+from titan_rl.wire.top_tokens import entries
 from titan_rl.wire.types import Batch, Rows, Sample
 
 
@@ -112,7 +113,7 @@ class Scoring(Mesh):
         return weights / weights.sum(-1, keepdims=True)
 
     async def scores(
-        self, batches: list[Batch], temperature: float, lent: str
+        self, batches: list[Batch], temperature: float, lent: str, top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
         self.temperatures.append(temperature)
 
@@ -145,9 +146,9 @@ class Lending(Scoring):
     """Ranks that also hold the reference, whose log-probs are lower by 0.25."""
 
     async def scores(
-        self, batches: list[Batch], temperature: float, lent: str
+        self, batches: list[Batch], temperature: float, lent: str, top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
-        found, checksums = await super().scores(batches, temperature, lent)
+        found, checksums = await super().scores(batches, temperature, lent, top)
         return [[rows - 0.25 * (lent != "") * self.sign for rows in batch] for batch in found], checksums
 
     sign = 1
@@ -226,7 +227,7 @@ async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> Non
     trainers, critic, scored = Mesh(tmp_path), Mesh(tmp_path, "critic"), list[tuple[str, bool]]()
 
     def noted(mesh: Mesh) -> Callable[..., Any]:
-        async def scores(batches: list[Batch], temperature: float, lent: str) -> tuple[list[Any], list[int]]:
+        async def scores(batches: list[Batch], temperature: float, lent: str, top: int) -> tuple[list[Any], list[int]]:
             rows = [rows for batch in batches for rows in batch.microbatches]
             scored.append((lent or mesh.name, all(r.routes is not None for r in rows)))
             return [[r.mask for r in batch.microbatches] for batch in batches], [0]
@@ -409,7 +410,7 @@ async def test_a_teachers_log_probs_of_the_answers_that_have_a_context(tmp_path:
     asked: list[tuple[int, str]] = []
 
     class Scores(Mesh):
-        async def scores(self, batches: list[Batch], temperature: float, lent: str) -> Any:
+        async def scores(self, batches: list[Batch], temperature: float, lent: str, top: int) -> Any:
             rows = [rows for batch in batches for rows in batch.microbatches]
             asked.append((sum(int((each.sequences >= 0).sum()) for each in rows), lent))
             return [[each.targets.astype("float32") for each in batch.microbatches] for batch in batches], [0]
@@ -429,3 +430,49 @@ async def test_a_teachers_log_probs_of_the_answers_that_have_a_context(tmp_path:
     assert metrics["distill/gain"] == pytest.approx((5.5 + 6.25) / 2)
     await learns.accumulate([s.with_columns(advantage=[0.0] * 4) for s in judged])
     assert "distill/covered" not in (await learns.update()).metrics
+
+
+@pytest.mark.parametrize("context", [["answer"], []])
+async def test_a_teachers_top_tokens_come_with_its_log_probs(tmp_path: Path, context: list[str]) -> None:
+    """The rank of token t answers with t's log-prob -t / 8, then with the tokens t + 1 and t + 2. A sample without a
+    context has unknown ones."""
+    a = AlgorithmSection(
+        advantage="teacher",
+        teacher_weights="average" if context else "folder",
+        teacher_context=context,
+        normalize="none",
+        distill_top_k=2,
+    )
+    config = on_device(Config(algorithm=a, training=TrainingSection(seq_len=16, local_batch_size=1)), "cpu")
+
+    class Scores(Mesh):
+        async def scores(self, batches: list[Batch], temperature: float, lent: str, top: int) -> Any:
+            def answered(rows: Rows) -> np.ndarray:
+                ids = rows.targets[rows.mask > 0][:, None] + np.arange(1 + top)
+                return entries(ids, -ids / 8)
+
+            return [[answered(rows) for rows in batch.microbatches] for batch in batches], [0]
+
+        async def step(self, updates: Any) -> StepStats:
+            assert [rows.top["id"].tolist() for batch in updates[0] for rows in batch.microbatches] == packed
+            return StepStats(0.0, 0.0, 0.0, 1, 1.0)
+
+    learns, _ = learner_of(tmp_path, config, Scores(tmp_path))
+    samples = [
+        Sample(t, [0] * 2 + [1] * (len(t) - 2), {"behaviour": np.full(len(t), -0.5)}, 2)
+        for t in ([1, 2, 5], [1, 2, 7, 8, 9], [1, 2, 3])
+    ]
+    privileged = [exchanged(s, [1, 2], [1, 3, 3, 2]) for s in samples[:2]] if context else []
+    judged = await learns.judge(samples, [*privileged, None] if context else [])
+    last = ([0, 0, -0.5], [[-1, -1]]) if context else ([0, 0, -3 / 8], [[4, 5]])
+    expected = [([0, 0, -5 / 8], [[6, 7]]), ([0, 0, -7 / 8, -1, -9 / 8], [[8, 9], [9, 10], [10, 11]]), last]
+    for sample, (logprobs, ids) in zip(judged, expected, strict=True):
+        assert list(sample.columns["teacher"]) == logprobs
+        assert sample.top is not None
+        assert sample.top["id"].tolist() == ids
+    packed = [[row for at in (1, 0, 2) for row in expected[at][1]]]  # the longest sample is first in a row
+    await learns.accumulate([s.with_columns(advantage=np.zeros(len(s.tokens))) for s in judged])
+    metrics = (await learns.update()).metrics
+    top = [row for _, rows in expected for row in rows if row[0] > 0]
+    assert metrics["distill/teacher_mass"] == pytest.approx(np.exp(-np.array(top) / 8).sum(1).mean())
+    assert ("distill/gain" in metrics) == bool(context)

@@ -126,6 +126,7 @@ def _check_estimators(config: Config) -> Iterator[str]:
     kimi, target = a.length_reward == "kimi", a.length_reward == "target"
     longest = math.inf if config.rollout_code else rollout.max_new_tokens
     because = f'because algorithm.advantage = "{a.advantage}"'
+    whole = "because algorithm.distill_top_k trains on a divergence over the whole vocabulary"
     positive = 'because algorithm.normalize = "mean" needs rewards of at least 0'
     length = f'because algorithm.length_reward = "{a.length_reward}"'
     refused = [
@@ -141,6 +142,11 @@ def _check_estimators(config: Config) -> Iterator[str]:
         (a.advantage == "teacher" and shaped, "length_reward", f'"none", {because} uses no rewards'),
         (kimi and a.advantage == "greedy", "length_reward", f'"none" or "target", {because} is outside the group'),
         (target and not a.length_target, "length_target", f"at least 1, {length}"),
+        (a.distill_top_k and a.advantage != "teacher", "distill_top_k", '0 unless algorithm.advantage = "teacher"'),
+        (a.distill_top_k and a.normalize != "none", "normalize", f'"none", {whole}'),
+        (a.distill_top_k and a.clip not in ("none", "cispo"), "clip", f'"none" or "cispo", {whole}'),
+        (a.distill_top_k and rollout.truncates, "distill_top_k", f"0 with rollout.top_p, top_k or min_p, {whole}"),
+        (not a.distill_top_k and a.distill_beta != 0.5, "distill_beta", "0.5, because algorithm.distill_top_k is 0"),
         (target and a.length_target > longest, "length_target", f"at most rollout.max_new_tokens = {longest}"),
     ]
     yield from (problem(config, f"algorithm.{key}", expected) for holds, key, expected in refused if holds)
@@ -251,6 +257,8 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"model.hf_assets_path: expected an eos_token_id of {vocabulary}, {found}"
     if config.debug.seed >= SEEDS:
         yield wrong("debug.seed", f"a value below 2^32 = {SEEDS}, because vLLM takes no other")
+    if config.algorithm.distill_top_k > shape.vocab_size:
+        yield wrong("algorithm.distill_top_k", f"at most the vocabulary, {shape.vocab_size}")
     batch = g.max_num_batched_tokens or max(BATCHED_TOKENS, g.max_model_len or config.training.seq_len)
     if g.max_num_seqs > batch:
         yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")
