@@ -366,5 +366,6 @@ class Controller:
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),
             warn=self.run.terminal.warn,
             grade=grader and self.setup.judges.judge(grader),
+            modelled=reward_model is not None,
         )
         return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)

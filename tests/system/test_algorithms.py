@@ -130,10 +130,12 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
         "reward_model__hf_assets_path": reward_model.folder / "hf",
         "critic__hf_assets_path": reward_model.folder / "hf",
         "critic__data_parallel_shard_degree": 2,
+        "task__grader": "exact",
     }
     run = runs.finish(tmp_path / "run", "ppo_reward_model_llama", **STEPS, **keys)
-    rewards = {line["reward"] for line in run.lines("rollouts.jsonl")}
-    assert len(rewards) > 10, "a reward model's scores are real numbers"
+    lines = run.lines("rollouts.jsonl")
+    assert len({line["reward"] for line in lines}) > 10, "a reward model's scores are real numbers"
+    assert all(line["rewards"]["grader"] == float(line["text"] == line["answer"]) for line in lines)
     assert 0 <= run.summary()["final_eval"] <= 1
 
 

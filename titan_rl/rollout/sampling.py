@@ -107,7 +107,8 @@ class StreamSettings:
     driver_attempts: int = DRIVER_ATTEMPTS  # a driver is started again if its process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
-    grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
+    grade: Judge | None = None  # task.grader alone, for rollouts whose reward an environment or a reward model gave
+    modelled: bool = False  # the judge is a reward model, which has no grader
 
     @property
     def played(self) -> int:
@@ -157,7 +158,8 @@ class GroupSampler:
         rewarded = len(usable) - len(unjudged)  # by their environment
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, unjudged, rewarded) if unjudged else ()
-            grades = await self._grades(prompt, {i: r for i, r in enumerate(rollouts) if r.valid and _usable(r)})
+            graded = (i for i, r in enumerate(rollouts) if _usable(r) and (r.valid or self._settings.modelled))
+            grades = await self._grades(prompt, {i: rollouts[i] for i in graded})
         if isinstance(rewards, GroupFailed):
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
@@ -348,10 +350,11 @@ def _judgements(rewards: Sequence[Judgement | float]) -> list[Judgement]:
 
 
 def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None, penalty: float) -> Rollout:
-    """Return the rollout with its judge's verdict, or the grader's alone, and the penalty for its length."""
+    """Return the rollout with its judge's verdict, the grader's if that is apart, and the penalty for its length."""
+    graded = {} if grade is None else {GRADER: grade}
     if verdict is None:
-        return replace(rollout, penalty=penalty, parts=rollout.parts if grade is None else {GRADER: grade})
+        return replace(rollout, penalty=penalty, parts=graded or rollout.parts)
     why = verdict.error if math.isnan(verdict.reward) else ""
     feedback = verdict.feedback or rollout.feedback
-    known = {"parts": verdict.parts, "unrewarded": why, "feedback": feedback}
+    known = {"parts": {**verdict.parts, **graded}, "unrewarded": why, "feedback": feedback}
     return replace(rollout, reward=verdict.reward, penalty=penalty, **known)

@@ -26,7 +26,7 @@ def training_rubric(task: TaskSection) -> Rubric:
 
 
 def grader_rubric(task: TaskSection) -> Rubric | None:
-    """Return task.grader alone: what judges rollouts whose reward an environment gave."""
+    """Return task.grader alone: what judges rollouts whose reward an environment or a reward model gave."""
     return Rubric(((task.grader, 1.0),), "", tuple(task.reward_args.items())) if task.grader else None
 
 

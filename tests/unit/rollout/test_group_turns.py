@@ -173,3 +173,14 @@ def test_the_grader_judges_rollouts_whose_reward_the_environment_gave(tokenizer:
     assert all(not r.parts for r in second.rollouts)
     assert warned[0] == "the reward failed on prompt 0, sample 2: the grader: late"
     assert "the grader: no such column" in warned[1]
+
+
+def test_the_grader_judges_rollouts_that_a_reward_model_judged(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    async def grade(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
+        return [0.25] * len(rollouts)
+
+    rollouts = stream(Echo([0]), None, tokenizer, tmp_path)
+    rollouts._sampler._settings = replace(rollouts._sampler._settings, grade=grade, modelled=True)
+    graded = [r for group in taken(rollouts) for r in group.rollouts]
+    assert [r.reward for r in graded] == [1.0, 0.0] * 4  # the judge's
+    assert [r.parts for r in graded] == [{"grader": 0.25}] * 8
