@@ -13,7 +13,7 @@ compares them as they ship, not each at its best rate. Seconds count from the co
 included, on the machine that the CSV names; presets run in turn, so that a busy hour slows them alike.
 
 A row is appended after each run. After Ctrl-C the same command makes the runs that have no row yet. A row belongs to a
-config, a preset, a seed, a number of steps, and the keys of the command. Files: docs/benchmarks/algorithms.csv,
+config, a preset, a seed, a number of steps, and the keys of the command. Files in docs/benchmarks: algorithms.csv,
 algorithms_CONFIG_by_step.svg and algorithms_CONFIG_by_seconds.svg.
 """
 
