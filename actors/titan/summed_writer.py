@@ -64,7 +64,7 @@ class SummedWriter(FileWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in the process that writes checkpoints. DCP logs each request there to the terminal: mute that."""
         logging.getLogger().setLevel(logging.WARNING)
-        self.__dict__.update(state)
+        vars(self).update(state)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         parts = WrittenParts(super().write_data(plan, planner).value())
