@@ -40,7 +40,7 @@ def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype, seed: int 
     return hidden, weight, targets, kept_sets(tokens, vocabulary, targets, seed)
 
 
-def results(found: tuple[torch.Tensor, torch.Tensor], hidden: Any, weight: Any, entropy: bool) -> list[torch.Tensor]:
+def results(found: tuple[torch.Tensor, ...], hidden: Any, weight: Any, entropy: bool) -> list[torch.Tensor]:
     logprob, entropies = found
     by_token = torch.linspace(-1, 2, max(len(logprob), 1), dtype=logprob.dtype)[: len(logprob)]
     loss = (logprob * by_token).sum() + ((entropies * (1 - by_token)).sum() if entropy else 0)
