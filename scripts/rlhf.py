@@ -52,6 +52,7 @@ ENDS = 3  # steps at each end of a run whose means the table compares
 JUDGED = "eval/judged/avg@1"
 RULE = "rlhf_rule:follows"
 JUDGE_TOKENS = 8
+JUDGE_START_SECONDS = 300
 JUDGE_PROMPT = "Grade this description of {reference} from 0 to {scale}.\n\n{answer}"
 OWN = ("job.", "task.", "algorithm.name", "reward_model.hf_assets_path")  # keys that tell the runs apart
 KEYS = ("TITAN_RL_API_KEY", "OPENAI_API_KEY")  # where the judge's server and the runs read its key
@@ -142,10 +143,13 @@ def serving(folder: Path, port: int) -> Iterator[None]:
     with log.open("w", encoding="utf-8") as file:
         server = start("serve", folder / "judge", "--port", str(port), stdout=file, stderr=subprocess.STDOUT)
     try:
+        deadline = time.monotonic() + JUDGE_START_SECONDS
         while "OPENAI_BASE_URL" not in log.read_text(encoding="utf-8"):
             if server.poll() is not None:
                 print(log.read_text(encoding="utf-8"), file=sys.stderr)
                 raise SystemExit(server.returncode)
+            if time.monotonic() > deadline:
+                raise SystemExit(f"rlhf: the judge did not serve within {JUDGE_START_SECONDS} s; its output: {log}")
             time.sleep(0.5)
         yield
     finally:
