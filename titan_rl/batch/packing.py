@@ -243,8 +243,7 @@ class _Block:
     kept: KeptSets | None  # for the tokens of all samples, and one for padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
     routes: np.ndarray | None  # for the tokens of all samples, and a row for padding
-    top: np.ndarray | None  # for the tokens of all samples that are under a mask
-    trained: np.ndarray  # the number of each token of all samples among those under a mask
+    top: tuple[np.ndarray, np.ndarray] | None  # a row per token under a mask; each token's row, for all samples' tokens
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
@@ -291,6 +290,7 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
     place = ranges((offset[targets.segment] + targets.offset)[order], run)
+    top = joined_entries([s.top for s in samples])
     return _Block(
         tokens=tokens[reads],
         positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
@@ -304,8 +304,7 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         kept=_kept(samples),
         reads=reads,
         routes=joined([(len(s.tokens), s.routes) for s in samples]),
-        top=joined_entries([s.top for s in samples]),
-        trained=(flat((s.mask for s in samples), np.float32) > 0).cumsum() - 1,
+        top=None if top is None else (top, (flat((s.mask for s in samples), np.float32) > 0).cumsum() - 1),
     )
 
 
@@ -370,5 +369,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         segments=segments[np.argsort(segments[:, 0])],
         kept=block.kept and block.kept.take(np.where(block.mask[numbers] > 0, block.source[numbers], -1).ravel()),
         routes=None if block.routes is None else signed(block.routes[block.reads[numbers]]),
-        top=None if block.top is None else block.top[block.trained[block.source[numbers][block.mask[numbers] > 0]]],
+        top=block.top and block.top[0][block.top[1][block.source[numbers][block.mask[numbers] > 0]]],
     )
