@@ -389,7 +389,8 @@ class Engine:
         count = len(delta.token_ids)
         if index not in open.prefills:
             prompt = output.prompt_token_ids or ()
-            open.prefills[index] = Prefill(len(prompt), output.num_cached_tokens or 0)
+            open.prefills[index] = prefill = Prefill(len(prompt), output.num_cached_tokens or 0)
+            self._stats.read_tokens += prefill.tokens - prefill.cached
             open.fresh.discard(index)
             if (scores := output.prompt_logprobs) is not None:
                 assert isinstance(scores, FlatLogprobs), "flat_logprobs is asked for"

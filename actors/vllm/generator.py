@@ -220,7 +220,7 @@ class Generator(Actor):
 
     def _sampled(self) -> dict[str, int]:
         stats = self._engine.stats()
-        return {"steps": stats.steps, "tokens": stats.tokens}
+        return {"steps": stats.steps, "tokens": stats.tokens, "read": stats.read_tokens + stats.recomputed}
 
     async def _decide(self) -> Decision:
         """Wait for something to do (rank 0), or for rank 0's decision (the other ranks)."""

@@ -57,6 +57,7 @@ def test_sampling_has_all_tokens_and_a_trainer_s_step_all_its_parts(whole: RunFi
     sampled = sum(len(rollout["versions"]) for rollout in whole.lines("rollouts.jsonl"))
     sampling = [e for e in found["generator0[tp=0]", "main"] if e["name"] == "sampling"]
     assert sum(e["args"]["tokens"] for e in sampling) > sampled  # evaluations too
+    assert sum(e["args"]["read"] for e in sampling) > 0
     steps = [e for e in found["trainer[dp=0 tp=0]", "main"] if e["name"] == "step"]
     phases = WHOLE["cold_start__steps"], WHOLE["training__steps"]
     assert [e["args"]["step"] for e in steps] == [step for last in phases for step in range(1, last + 1)]

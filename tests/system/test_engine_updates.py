@@ -183,6 +183,7 @@ def check_siblings_share_their_prompt_under_every_version(engine: Engine) -> Non
         after = engine.stats()
         assert after.cached_tokens - before.cached_tokens == 7 * 32
         assert after.prompt_tokens - before.prompt_tokens == 8 * 40
+        assert after.read_tokens - before.read_tokens == 8 * 40 - 7 * 32
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ class EngineStats:
     tokens: int = 0  # sampled
     prompt_tokens: int = 0  # in finished samples
     cached_tokens: int = 0  # prompt tokens read from the prefix cache
+    read_tokens: int = 0  # whose keys and values were computed before a sample's first token
     recomputed: int = 0  # tokens whose keys and values new weights have dropped
     max_batch: int = 0  # largest number of samples in one step
     seconds: float = 0.0  # in add and step
