@@ -1,0 +1,71 @@
+"""Rates of a run's parts, which the simulator needs: roofline.py computes them from data sheets, measured.py takes them
+from a finished run.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A log-normal distribution of seconds or tokens, cut off at `most`."""
+
+    mean: float
+    deviation: float = 0.0
+    most: float = math.inf
+
+
+NOTHING = Spread(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRates:
+    """Seconds of one replica. A decode step takes step_s + max(weights_s, n * sequence_s) + tokens * context_s."""
+
+    step_s: float  # whatever its batch: launches, scheduler, sampler
+    weights_s: float = 0.0  # at least, of its products: the weights are read once
+    sequence_s: float = 0.0  # products of one sequence's token
+    context_s: float = 0.0  # keys and values of one token
+    prefill_s: float = 0.0  # one token of a prompt that is not cached
+    cached_tokens: int = 0  # keys and values that fit; 0: no limit
+    start_s: float = 60.0  # until a new replica serves
+    cores: float = 0.0  # that it keeps busy, of Rates.cores
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRates:
+    """Seconds of one dp row."""
+
+    update_s: float  # gradient norm, optimizer
+    microbatch_s: float = 0.0  # launches, gathers that nothing hides
+    place_s: float = 0.0  # forward and backward of one place of a row, also an empty one
+    score_s: float = 0.0  # forward of one place: reference, teacher, critic, proximal
+    cores: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRates:
+    publish_s: float  # trainers pack: they wait
+    fetch_s: float  # replicas fetch, and sample meanwhile
+    switch_s: float  # replicas write and verify: they stop sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    engine: EngineRates
+    trainer: TrainerRates
+    sync: SyncRates
+    judge: Spread = NOTHING  # seconds of a group's rewards
+    environment: Spread = NOTHING  # seconds of a turn
+    step_s: float = 0.0  # of a step, in the controller: packing, log lines, snapshot
+    cores: float = math.inf  # that all parts share, if they are on one machine
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens of a run's rollouts."""
+
+    prompt: Spread
+    answer: Spread  # of a turn
+    turns: Spread = field(default_factory=lambda: Spread(1.0))
+    observation: Spread = NOTHING  # that the environment adds after a turn
