@@ -66,12 +66,7 @@ def pack(
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
     row. `share` prompts where that leaves fewer places, full and empty, to compute.
     """
-    places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
-    _check(samples, places, seq_len, together)
-    plain = _fit(prefixes.plain(places, together), seq_len, shards, rows_per_microbatch)
-    shared = prefixes.shared(samples, places, together, seq_len) if share else []
-    fits = (plain, *(_fit(layout, seq_len, shards, rows_per_microbatch) for layout in shared))
-    fit = min(fits, key=lambda fit: fit.places)
+    fit, plain = fitted(samples, shards, seq_len, rows_per_microbatch, together=together, share=share)
     block = _write(samples, fit, pad_id)
     weights, tokens, sequences = _weights(block, samples, weighting)
     if weighting.whole:
@@ -85,6 +80,24 @@ def pack(
     hands = deal.T.reshape(shards, -1, fit.rows)
     unshared = plain.places // shards
     return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences, unshared) for hand in hands]
+
+
+def fitted(
+    samples: Sequence[Sample],
+    shards: int,
+    seq_len: int,
+    rows_per_microbatch: int | UpTo,
+    *,
+    together: int = 1,
+    share: bool = False,
+) -> tuple["Fit", "Fit"]:
+    """Return the rows of the fewest places that hold the samples, and those that would if samples shared none."""
+    places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
+    _check(samples, places, seq_len, together)
+    plain = _fit(prefixes.plain(places, together), seq_len, shards, rows_per_microbatch)
+    shared = prefixes.shared(samples, places, together, seq_len) if share else []
+    fits = (plain, *(_fit(layout, seq_len, shards, rows_per_microbatch) for layout in shared))
+    return min(fits, key=lambda fit: fit.places), plain
 
 
 def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
@@ -199,7 +212,7 @@ def _aligned(length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class Fit:
     """A layout, and the rows that hold it."""
 
     layout: Layout
@@ -214,7 +227,7 @@ class _Fit:
         return self.slots * self.length
 
 
-def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> _Fit:
+def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> Fit:
     needs, units = layout.needs, layout.units
     needed, max_rows = max(_rows_needed(needs, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
     rounds = -(-needed // (shards * max_rows))
@@ -224,7 +237,7 @@ def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> _Fit:
     row, offset = _best_fit(needs, units, length)
     if (needs > units).any():  # the places alone may need less
         length = min(length, _aligned(max(int((offset + units).max()), 1)))
-    return _Fit(layout, microbatch_rows, slots, length, row, offset)
+    return Fit(layout, microbatch_rows, slots, length, row, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +259,7 @@ class _Block:
     top: tuple[np.ndarray, np.ndarray] | None  # a row per token under a mask; each token's row, for all samples' tokens
 
 
-def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
+def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
     layout, targets, length, slots = fit.layout, fit.layout.targets, fit.length, fit.slots
     filled = np.bincount(fit.unit_row, weights=layout.units, minlength=slots).astype(np.int64)  # [slots]
     fullest = np.argsort(-filled, kind="stable")
