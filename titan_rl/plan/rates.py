@@ -4,6 +4,9 @@ from a finished run.
 
 import math
 from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from titan_rl.wire.seeds import derive
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +16,14 @@ class Spread:
     mean: float
     deviation: float = 0.0
     most: float = math.inf
+
+    def draw(self, *path: object) -> float:
+        """Return the number of this path, whose parts are seeds and names: always the same."""
+        if not self.deviation or not self.mean:
+            return min(self.mean, self.most)
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        normal = NormalDist().inv_cdf((derive(0, *path) + 0.5) / 2**63)
+        return min(self.mean * math.exp(math.sqrt(variance) * normal - variance / 2), self.most)
 
 
 NOTHING = Spread(0.0)
