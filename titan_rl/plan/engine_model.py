@@ -139,7 +139,7 @@ class EngineModel:
             self._timer = self._cores.call_at(self._at + seconds, finish)
 
         def finish() -> None:
-            self._timer, self._switch, self._stopped = None, None, False
+            self._timer, self._switch, self._stopped, self._looks = None, None, False, False
             self._cores.ask(-self._rates.cores)
             self._at = self._cores.now()
             self._serve(version)
@@ -272,7 +272,11 @@ class EngineModel:
             names = request.affinity or (request.id,)
             prefix = next((self._prefixes[name] for name in names if name in self._prefixes), None)
             cached = min(prefix.tokens, read - 1) if prefix else 0
+            if prefix is not None:
+                self._use(prefix)
             if self._running and self._full(read - cached + len(self._running) + 1):
+                if prefix is not None:
+                    self._release(prefix)
                 return
             self._waiting.popleft()
             self.stats.prompt_tokens += read
@@ -280,15 +284,9 @@ class EngineModel:
             self._at += (read - cached) * self._rates.prefill_s
             sample.own = read - cached
             if prefix is None and request.tokens[0] == request.tokens[-1] and not sample.sampled:  # a prompt, whole
-                prefix = self._prefixes[names[-1]] = Prefix(names[-1], read, read)
+                prefix = self._prefixes[names[-1]] = Prefix(names[-1], read, read, users=1)
                 sample.own = 0
                 self._held += prefix.own
-            elif prefix is not None and not prefix.users:
-                self._free -= prefix.own
-                self._held += prefix.own
-                del self._unused[prefix.name]
-            if prefix is not None:
-                prefix.users += 1
             sample.prefix, sample.since = prefix, self.stats.steps
             sample.end = sample.since + sample.length - sample.sampled
             self._held += sample.own
@@ -314,14 +312,25 @@ class EngineModel:
         sample.sampled += new
         self._context -= len(sample.open.request.tokens) + sample.sampled
         self._held -= sample.own + new
-        if (prefix := sample.prefix) is not None:
+        if sample.prefix is not None:
+            self._release(sample.prefix)
             sample.prefix = None
-            prefix.users -= 1
-            if not prefix.users:
-                self._held -= prefix.own
-                if self._prefixes.get(prefix.name) is prefix:
-                    self._keep(prefix)
         return sample.own + new
+
+    def _use(self, prefix: Prefix) -> None:
+        """Keep a prefix from being evicted."""
+        if not prefix.users:
+            self._free -= prefix.own
+            self._held += prefix.own
+            del self._unused[prefix.name]
+        prefix.users += 1
+
+    def _release(self, prefix: Prefix) -> None:
+        prefix.users -= 1
+        if not prefix.users:
+            self._held -= prefix.own
+            if self._prefixes.get(prefix.name) is prefix:
+                self._keep(prefix)
 
     def _keep(self, prefix: Prefix) -> None:
         """Leave a prefix in the cache, until it is evicted."""

@@ -52,7 +52,7 @@ from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group, Sampling
 
-PATIENCE_SECONDS = 1e7  # a simulated engine never hangs: it need not be polled
+PATIENCE_SECONDS = 1e9  # a simulated engine never hangs: it need not be polled
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ class Simulation:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the mean, without the first step, in which nothing overlaps, if there are others."""
-        first, *_, last = [0.0, *self.ends] if len(self.ends) < 3 else self.ends
-        return (last - first) / (len(self.ends) - (len(self.ends) > 2))
+        """Return the mean of the middle half: at both ends of a run less overlaps."""
+        ends = [0.0, *self.ends]
+        edge = len(self.ends) // 4
+        return (ends[-1 - edge] - ends[edge]) / (len(self.ends) - 2 * edge)
 
 
 def simulate(

@@ -12,8 +12,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 
+FOREVER = 24 * 3600.0
+"""Seconds without an event after which none is expected; asyncio cuts longer waits at this."""
+
+
 class Stuck(RuntimeError):
-    """Every task waits, and no timer is left that could end a wait."""
+    """Every task waits, and nothing is left that could end a wait."""
 
 
 class _Jumps(selectors.SelectSelector):
@@ -24,7 +28,9 @@ class _Jumps(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        if timeout is None or timeout >= FOREVER:
             raise Stuck(f"after {self._loop.now:g} virtual seconds every task waits for something that never happens")
         self._loop.now += max(timeout, 0.0)
         return []
@@ -35,10 +41,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.failure: Exception | None = None  # of a callback
         super().__init__(_Jumps(self))
+        self._clock_resolution = 1e-6  # above the rounding of months
 
     def time(self) -> float:
         return self.now
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """End at the failure of a callback: what waits for it would wait for ever."""
+        self.failure = self.failure or (context.get("exception") if "handle" in context else None)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Call `func` here and now: a thread would race with virtual time."""
