@@ -74,6 +74,7 @@ class RolloutStream:
         self._steps_in_flight, self._ahead = 2, 0  # if paced
         self._issued = 0  # id after the last prompt that was started
         self._inflight: dict[int, InFlight] = {}  # by prompt, the oldest first
+        self._ended: asyncio.Queue[asyncio.Task[Group]] | None = None  # groups that end while a step waits for any
         self.dropped: list[Group] = []
         """The groups that the last `take` or `parts` replaced."""
 
@@ -168,6 +169,7 @@ class RolloutStream:
         self._issued = prompt.id + 1
         self._ledger.admitted(prompt.id, turn)
         sampling = asyncio.create_task(self._sampler.sample(prompt))
+        sampling.add_done_callback(self._note_end)
         self._inflight[prompt.id] = InFlight(sampling, prompt.id, turn, before)
 
     def _fill(self) -> None:
@@ -194,15 +196,31 @@ class RolloutStream:
         finish. In the order of admission."""
         chosen = self._oldest(n, step)
         if self._rollout.overtake_steps:
-            inflight = self._inflight.values()
-            due = [group for group in inflight if group.turn + self._rollout.overtake_steps <= step]
-            others = [group for group in inflight if group.turn + self._rollout.overtake_steps > step]
-            await _finished(others, n - len(due))
-            ready = [group for group in others if group.finished()]
-            chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
+            latest = step - self._rollout.overtake_steps
+            due = [group for group in self._inflight.values() if group.turn <= latest]
+            ready = await self._finished(n - len(due), latest)
+            chosen = sorted([*due, *ready], key=lambda group: group.prompt)
         for group in chosen:
             await group.task
         return self._taken(chosen, step)
+
+    async def _finished(self, count: int, latest: int) -> list[InFlight]:
+        """Return the oldest `count` finished groups whose turn is after `latest`, once there are as many. Groups that
+        are admitted meanwhile count too. Raise what one of them failed with."""
+        self._ended = asyncio.Queue()
+        try:
+            while True:
+                found = [group for group in self._inflight.values() if group.turn > latest and group.finished()]
+                if len(found) >= count:
+                    return found[:count]
+                for _ in range(count - len(found)):
+                    (await self._ended.get()).result()
+        finally:
+            self._ended = None
+
+    def _note_end(self, task: asyncio.Task[Group]) -> None:
+        if self._ended is not None:
+            self._ended.put_nowait(task)
 
     def _hurry(self, n: int, step: int) -> None:
         """Allow more groups in flight if the trainers are waiting."""
@@ -243,17 +261,3 @@ class RolloutStream:
             group.task.cancel()
         await asyncio.gather(*(group.task for group in self._inflight.values()), return_exceptions=True)
         self._ledger.close()
-
-
-async def _finished(groups: Sequence[InFlight], count: int) -> None:
-    """Wait until `count` of the groups have finished, or raise what one of them failed with."""
-    done = asyncio.Queue[asyncio.Task[Group]]()
-    open = [group.task for group in groups if not group.finished()]
-    for task in open:
-        task.add_done_callback(done.put_nowait)
-    try:
-        for _ in range(count - (len(groups) - len(open))):
-            (await done.get()).result()
-    finally:
-        for task in open:
-            task.remove_done_callback(done.put_nowait)

@@ -82,6 +82,29 @@ def test_no_token_is_older_than_the_bound(
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
+def test_a_window_takes_groups_that_are_admitted_while_it_waits(tokenizer: TextTokenizer) -> None:
+    """A weight sync ends while the step waits for its second group: the groups that it admits finish first."""
+
+    class Stragglers(Echo):
+        async def generate(self, request: Request) -> list[Completion]:
+            if request.id in ("prompt-1", "prompt-2", "prompt-3"):
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    async def body() -> None:
+        rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=2, overtake_steps=1)
+        rollouts = stream(Stragglers([0]), source(tokenizer), tokenizer, 40, rollout=rollout)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            taking = asyncio.create_task(rollouts.take(2, 1))
+            await asyncio.sleep(0.01)
+            assert not taking.done()
+            rollouts.admit(2)
+            assert ids(await asyncio.wait_for(taking, 5)) == [0, 4]
+
+    asyncio.run(body())
+
+
 def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) -> None:
     """The first group never finishes by itself: without a window the step waits for it, with one others come first."""
 
