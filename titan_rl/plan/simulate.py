@@ -224,9 +224,10 @@ async def _run(
     controller.engines_proven = True  # the engines are no engines
     await controller.reinforce()
     seconds = loop.now - report.began
-    read = [engine.counted() for engine in run.engines]
+    engines = [rank.engine for rank in run.ranks]
+    read = [engine.counted() for engine in engines]
     found.trainers_idle = 1 - sum(rank.busy for rank in trainers.ranks) / (len(trainers.ranks) * seconds)
     found.engines_idle = 1 - sum(stats.seconds for stats in read) / (config.generator.replicas * seconds)
     found.prefix_hits = sum(s.cached_tokens for s in read) / max(1, sum(s.prompt_tokens for s in read))
-    found.preemptions = sum(engine.preemptions for engine in run.engines)
-    found.resampled = sum(incident.resampled for incident in incidents.all)
+    found.preemptions = sum(engine.preemptions for engine in engines)
+    found.resampled = sum(rank.again for rank in run.ranks)

@@ -85,12 +85,14 @@ class Rank:
 
 
 class GeneratorRank(Rank):
-    def __init__(self, name: str, run: "SimulatedRun", start_seconds: float) -> None:
-        self._run, self._start_seconds = run, start_seconds
+    def __init__(self, index: int, run: "SimulatedRun", start_seconds: float) -> None:
+        self.index, self._run, self._start_seconds = index, run, start_seconds
+        self.again = 0  # samples that another replica began
         self._done: asyncio.Queue[Done] = asyncio.Queue()
         self._reported = EngineStats()
         batch = run.config.generator.max_num_seqs
         self.engine = EngineModel(run.rates.engine, run.cores, batch, run.length, self._done.put_nowait)
+        name = label(f"generator{index}", {"tp": 0})
         life = deaths.follow([name], report="simulated")[name]["TITAN_RL_RANK"]
         self._launcher = deaths.Launcher()
         self._launcher.receive(f"name {life}\n".encode())
@@ -126,6 +128,7 @@ class GeneratorRank(Rank):
     @verb
     async def submit(self, requests: Sequence[Request], withdrawn: Sequence[str]) -> None:
         self.engine.submit(requests)
+        self.again += sum(len(request.seeds) for request in requests if "~" in request.id)
 
     @verb
     async def take(self, within: float) -> list[Done]:
@@ -331,8 +334,7 @@ class SimulatedRun:
     rates: Rates
     work: Work
     cores: Cores
-    ranks: dict[int, "GeneratorRank"] = field(default_factory=dict)  # the newest of each replica
-    engines: list[EngineModel] = field(default_factory=list)  # also of lost replicas
+    ranks: list[GeneratorRank] = field(default_factory=list)  # also of lost replicas
 
     def length(self, request: Request, sample: int) -> int:
         """Return the tokens of a sample: a function of its prompt and its seed."""
@@ -347,11 +349,9 @@ class SimulatedRun:
 
     async def make(self, index: int, policy: GeneratorPolicy, seconds: float) -> Replica:
         """Return a replica which starts in `seconds`."""
-        name = f"generator{index}"
-        rank: Any = GeneratorRank(label(name, {"tp": 0}), self, seconds)
-        self.ranks[index] = rank
-        self.engines.append(rank.engine)
-        return Replica(index, name, rank, EngineSettings(model_dir=""), policy)
+        rank: Any = GeneratorRank(index, self, seconds)
+        self.ranks.append(rank)
+        return Replica(index, f"generator{index}", rank, EngineSettings(model_dir=""), policy)
 
     def kill(self, replica: int) -> None:
-        self.ranks[replica].die()
+        next(rank for rank in reversed(self.ranks) if rank.index == replica).die()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-
 FOREVER = 24 * 3600.0
 """Seconds without an event after which none is expected; asyncio cuts longer waits at this."""
 
