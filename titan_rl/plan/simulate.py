@@ -185,7 +185,7 @@ async def _run(
     meshes = Meshes(trainers, generators, colocated=config.placement.kind == "colocated", **roles)
     weights = WeightSync(trainers, generators, clock, found.notes.append)
     await weights.connect(resolved, run.shape)
-    examples = [Example("", "")]
+    examples = [Example("", "")] * 4096  # alike, but in an order that is shuffled in each epoch
     setup: Any = SimpleNamespace(
         config=config,
         resolved=resolved,
