@@ -118,7 +118,7 @@ def test_a_later_turn_reads_what_the_environment_added() -> None:
 
 
 def test_roles_score_while_trainers_wait() -> None:
-    """The critic and the reference have meshes of their own; a packed row has 16 times as many places as it needs."""
+    """The critic and the reference have their own meshes."""
     algorithm = c.AlgorithmSection(advantage="gae", kl_coef=0.1)
     rates = replace(RATES, trainer=TrainerRates(update_s=UPDATE, score_s=0.01))
     run = simulate(config(4, 2, algorithm=algorithm), rates, WORK, steps=2)

@@ -25,7 +25,7 @@ from titan_rl.plan.virtual_time import Cores, Timer
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, Request
 
-ROUNDING = 1e-6  # of a step, within which a moment is the end of a step
+ROUNDING = 1e-6  # part of a step: a moment this close to its end is its end
 
 
 class Versions(Sequence[int]):
@@ -162,7 +162,7 @@ class EngineModel:
     # -- events -------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at what is new before the next step."""
+        """Admit new requests, sleep or switch before the next step."""
         if not self._looks:
             self._looks = True
             self._arm()

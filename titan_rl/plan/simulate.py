@@ -48,7 +48,7 @@ from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.reports import Backlog, StepStats, SyncStats
+from titan_rl.wire.reports import StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group, Sampling
 
@@ -103,7 +103,7 @@ def simulate(
 
 
 def simulated_config(config: Config, steps: int, seed: int) -> Config:
-    """Return the config without what is not represented. A replica has one rank, and each step is kept."""
+    """Return the config without the parts that are not represented. A replica has one rank, each step is kept."""
     config = auto.on_device(config, "cuda")
     return replace(
         config,
@@ -131,32 +131,12 @@ class StepReport:
         self.began = 0.0
 
     def step(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        stats: StepStats,
-        sync: SyncStats,
-        evaluations: Sequence[Any],
-        *,
-        dropped: Sequence[Group],
-        backlog: Backlog,
+        self, step: int, groups: Sequence[Group], stats: StepStats, sync: SyncStats, evaluations: Any, **more: Any
     ) -> None:
         times = step_times(self._clock.lap())
-        metrics = step_metrics(step, groups, stats, sync, times, dropped=dropped, backlog=backlog)
+        metrics = step_metrics(step, groups, stats, sync, times, **more)
         self._found.steps.append({"step": step, **metrics})
         self._found.ends.append(self._loop.now - self.began)
-
-
-class StepEnds:
-    """In the place of Snapshots: the controller's own work at the end of each step."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def forget(self, *, but: Any) -> None: ...
-
-    async def take(self, phase: str, step: int, controller: str) -> None:
-        await asyncio.sleep(self._seconds)
 
 
 async def _run(
@@ -199,18 +179,12 @@ async def _run(
         judges=SimpleNamespace(judge=lambda *_: run.judge),
     )
     report = StepReport(found, clock, loop)
+    # In the place of Snapshots: the controller's own work at the end of each step.
+    snapshots: Any = SimpleNamespace(forget=lambda but: None, take=lambda *_: asyncio.sleep(rates.step_s))
+    stop = Stop(task, clock, terminal, stops=cast(Any, SimpleNamespace(each=[])))
+    regrowth, watch = Regrowth(trainers, None, config, incidents), cast(Any, None)
     parts = RunParts(
-        setup=setup,
-        terminal=terminal,
-        clock=clock,
-        stop=Stop(task, clock, terminal, stops=cast(Any, SimpleNamespace(each=[]))),
-        incidents=incidents,
-        meshes=meshes,
-        watch=cast(Any, None),
-        weights=weights,
-        snapshots=cast(Any, StepEnds(rates.step_s)),
-        report=cast(Any, report),
-        regrowth=Regrowth(trainers, None, config, incidents),
+        setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, cast(Any, report), regrowth
     )
 
     def began(step: int) -> None:

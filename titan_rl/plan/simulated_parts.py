@@ -242,8 +242,8 @@ class SizedPacker(Packer):
 
     def _packed(self, samples: Sequence[Sample], dp: int, together: int, weighting: Weighting) -> list[Batch]:
         fit, plain = fitted(samples, dp, self.config.training.seq_len, self.rows, together=together, share=True)
-        nothing = np.broadcast_to(np.int64(0), (fit.rows, fit.length))
-        rows = Rows(*[nothing] * 8, {}, nothing)
+        n = np.broadcast_to(np.int64(0), (fit.rows, fit.length))  # nothing
+        rows = Rows(n, n, n, n, n, n, n, n, {}, n)
         tokens = sum(int(np.asarray(sample.mask).sum()) for sample in samples)
         batch = Batch([rows] * (fit.slots // dp // fit.rows), tokens, len(samples), plain.places // dp)
         return [batch] * dp

@@ -31,7 +31,7 @@ class _Jumps(selectors.SelectSelector):
         if self._loop.failure is not None:
             raise self._loop.failure
         if timeout is None or timeout >= FOREVER:
-            raise Stuck(f"after {self._loop.now:g} virtual seconds every task waits for something that never happens")
+            raise Stuck(f"after {self._loop.now:g} virtual seconds every task waits, and nothing can end a wait")
         self._loop.now += max(timeout, 0.0)
         return []
 
@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.failure: Exception | None = None  # of a callback
+        self.failure: Exception | None = None  # a callback's
         super().__init__(_Jumps(self))
         self._clock_resolution = 1e-6  # above the rounding of months
 
@@ -69,13 +69,15 @@ def in_virtual_time(main: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) ->
         clocks: dict[str, Any] = dict.fromkeys(("time", "monotonic", "perf_counter"), loop.time)
         clocks |= {f"{name}_ns": lambda: round(loop.now * 1e9) for name in clocks}
         real = {name: getattr(time, name) for name in clocks}
-        vars(time).update(clocks)
+        for name, clock in clocks.items():
+            setattr(time, name, clock)
         gc.disable()  # scanning all requests in flight again and again takes as long as all else
         try:
             runner.run(main(loop))
         finally:
             gc.enable()
-            vars(time).update(real)
+            for name, clock in real.items():
+                setattr(time, name, clock)
 
 
 class Timer:

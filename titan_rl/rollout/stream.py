@@ -205,8 +205,8 @@ class RolloutStream:
         return self._taken(chosen, step)
 
     async def _finished(self, count: int, latest: int) -> list[InFlight]:
-        """Return the oldest `count` finished groups whose turn is after `latest`, once there are as many. Groups that
-        are admitted meanwhile count too. Raise what one of them failed with."""
+        """Wait until `count` groups whose turn is after `latest` have finished, and return the oldest of these. Groups
+        that are admitted meanwhile count too. Raise the failure of any of them."""
         self._ended = asyncio.Queue()
         try:
             while True:
