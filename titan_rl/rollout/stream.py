@@ -118,7 +118,7 @@ class RolloutStream:
         n = min(n, self._left)
         self._left -= n
         self._allowed += n
-        self._ahead = self._ahead + 1 if self.backlog.finished >= 2 * self._rollout.groups_per_step else 0
+        self._ahead = self._ahead + 1 if self._covered(2 * self._rollout.groups_per_step) else 0
         if self._ahead > self._rollout.steps_ahead:  # more than steps_ahead times in a row, so not by chance
             self._ahead, self._steps_in_flight = 0, max(2, self._steps_in_flight - 1)
         self._fill()
@@ -224,9 +224,15 @@ class RolloutStream:
 
     def _hurry(self, n: int, step: int) -> None:
         """Allow more groups in flight if the trainers are waiting."""
-        if self._paced and self.backlog.finished < n and step > self._settings.first:
+        if self._paced and step > self._settings.first and not self._covered(n):
             self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.steps_ahead + 1)
             self._fill()
+
+    def _covered(self, n: int) -> bool:
+        """Return True if n groups can be taken without a wait: any that have finished, or, if none overtakes another,
+        the oldest ones."""
+        oldest = None if self._rollout.overtake_steps else n
+        return sum(group.task.done() for group in islice(self._inflight.values(), oldest)) >= n
 
     def _oldest(self, n: int, step: int) -> list[InFlight]:
         if len(self._inflight) < n:

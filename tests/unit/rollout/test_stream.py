@@ -149,14 +149,14 @@ def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) 
     """Where sampling is quicker than training, two steps' worth in flight are enough. Where it takes four steps as
     long, more are in flight, enough to keep the trainers busy."""
 
-    async def ages_with(turns: int) -> tuple[int, int]:
-        echo = Echo([turns])
+    async def ages_with(*turns: int) -> tuple[int, int]:
+        echo = Echo([*turns])
         oldest = 0
         rollout = RolloutSection(groups_per_step=2, group_size=3, max_staleness_steps=4)
         rollouts = stream(echo, source(tokenizer), tokenizer, rollout=rollout)
         async with aclosing(rollouts):
             rollouts.admit(10)
-            for step in range(1, 20):
+            for step in range(1, 40):
                 groups = await rollouts.take(2, step)
                 oldest = max(oldest, *ages_of(step, groups))
                 for _ in range(10):  # training
@@ -165,10 +165,12 @@ def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) 
                 rollouts.admit(2)
             return int(oldest), rollouts.backlog.inflight
 
-    assert asyncio.run(ages_with(turns=5))[0] <= 2
-    oldest, inflight = asyncio.run(ages_with(turns=38))
-    assert oldest <= 4
-    assert inflight == 10
+    assert asyncio.run(ages_with(5))[0] <= 2
+    assert asyncio.run(ages_with(*[0] * 7, 5))[0] <= 2
+    for turns in ([38], [0] * 7 + [60]):  # one slow group is enough, although later ones have finished
+        oldest, inflight = asyncio.run(ages_with(*turns))
+        assert oldest <= 4
+        assert inflight == 10
 
 
 async def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer: TextTokenizer) -> None:
