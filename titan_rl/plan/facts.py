@@ -1,0 +1,107 @@
+"""Reads facts.toml: GPUs, models by name, and rates that no data sheet gives. A user's file replaces or adds rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titan_rl.config.toml import did_you_mean
+from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES
+from titan_rl.wire.model_shape import ModelShape
+
+SHIPPED = Path(__file__).with_name("facts.toml")
+MEASURED_ON = "H200"
+SMALL = "Qwen3-0.6B"
+"""GPU and model of the measured rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A row of [gpus]."""
+
+    name: str
+    memory_gb: float
+    flops: float
+    fp8: float
+    hbm: float
+    nvlink: float
+    network: float
+    per_node: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    gpus: Mapping[str, Gpu]
+    models: Mapping[str, Mapping[str, Any]]
+    rates: Mapping[str, float]
+
+    def matmul(self, gpu: Gpu) -> float:
+        """Return the FLOP/s of a GPU's matmuls, at the share of its data sheet that was measured."""
+        return gpu.flops * self.rates["matmul"] / self.gpus[MEASURED_ON].flops
+
+    def hbm(self, gpu: Gpu) -> float:
+        """Return the bytes/s of a GPU's memory, at the share of its data sheet that was measured."""
+        return gpu.hbm * self.rates["copy"] / self.gpus[MEASURED_ON].hbm
+
+    def slower(self, gpu: Gpu) -> float:
+        """Return how many times as long a GPU takes for what was measured in seconds of products."""
+        return self.gpus[MEASURED_ON].flops / gpu.flops
+
+    def gpu(self, name: str) -> Gpu:
+        """Return the row of a GPU, by its name or by the one that nvidia-smi prints."""
+        words = name.upper().replace("-", " ").split()
+        joined = " ".join(words)
+        for known, gpu in self.gpus.items():
+            if known.upper() == joined or known.upper() in joined:
+                return gpu
+        raise ValueError(f"expected {', '.join(self.gpus)} or a row of --facts, found {name!r}")
+
+    def row(self, name: str) -> Mapping[str, Any]:
+        """Return the row of a model, by its name or the name of its repository."""
+        short = name.rpartition("/")[2].removesuffix("-Instruct").lower()
+        for known, row in self.models.items():
+            if known.lower() == short:
+                return row
+        known = f"a folder with a config.json, or a name of {', '.join(self.models)}"
+        raise ValueError(f"--model: expected {known}, found {name!r}{did_you_mean(name, self.models)}")
+
+    def shape(self, name: str) -> ModelShape:
+        """Return the shape of a model by its name."""
+        found = self.row(name)
+        family = BY_MODEL_TYPE[found["model_type"]]
+        filled = {
+            "architectures": [FAMILIES[family].architectures["lm"]],
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 2**17,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+        }
+        return ModelShape.from_hf(filled | {key: value for key, value in found.items() if key != "repo"})
+
+
+def read_facts(own: str = "") -> Facts:
+    """Read the shipped facts, and a user's own over them. The ValueError lists everything that is wrong with these."""
+    tables, given, problems = tomli.loads(SHIPPED.read_text(encoding="utf-8")), dict[str, Any](), list[str]()
+    tables["models"].pop("source")
+    try:
+        given = tomli.loads(Path(own).read_text(encoding="utf-8")) if own else {}
+    except (OSError, ValueError) as error:
+        problems.append(f"expected a TOML file, found {error}")
+    for table, name, row in ((t, n, r) for t, rows in given.items() for n, r in dict(rows).items()):
+        if table in tables and isinstance(row, dict) and row.get("source"):
+            tables[table][name] = tables[table].get(name, {}) | row
+        else:
+            problems.append(f"[{table}.{name}]: expected a row of [gpus], [models] or [rates] with a source")
+    needed = {"gpus": {each.name: 0.0 for each in fields(Gpu) if each.name not in ("name", "source")}}
+    needed |= {"rates": {"value": 0.0}, "models": {"model_type": "", "hidden_size": 0, "repo": ""}}
+    for table, name, row in ((t, n, r) for t, rows in tables.items() for n, r in rows.items()):
+        for key, like in needed[table].items():
+            if not isinstance(row.get(key), int | float if like == 0.0 and like != "" else type(like)):
+                problems.append(f"[{table}.{name}] {key}: expected a {type(like).__name__}, found {row.get(key)!r}")
+    if problems:
+        raise ValueError("\n".join(f"--facts: {problem}" for problem in problems))
+    gpus = {name: Gpu(name, **row) for name, row in tables["gpus"].items()}
+    return Facts(gpus, tables["models"], {name: float(row["value"]) for name, row in tables["rates"].items()})
