@@ -19,7 +19,7 @@ from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml
 from titan_rl.config.toml import load as load_toml
-from titan_rl.plan.choose import Case, choose, slower, smallest
+from titan_rl.plan.choose import LAGS, Case, choose, slower, smallest
 from titan_rl.plan.facts import Facts, Gpu, read_facts
 from titan_rl.plan.rates import NOTHING, Spread, Work
 from titan_rl.plan.screen import comparison, screen
@@ -39,6 +39,7 @@ ROW = 8192
 """Tokens of a packed row if the longest rollout is short: a row then holds several answers of a group, and the prompt
 once."""
 ROUNDED = 256  # tokens
+DRIVEN = 256  # rollouts of an environment process
 FEWEST_STEPS, GROUPS, GROUP_SIZE = 8, (8, 512), 16
 """All prompts take at least FEWEST_STEPS steps, whose groups are a power of two in this range."""
 FLAGS = {
@@ -131,7 +132,8 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         refuse("", problems)
     work = Work(**texts, turns=turns.get("turns", Spread(1.0)), observation=turns.get("observation", NOTHING))
     keys = {"job.dump_folder": f"./outputs/{Path(options.out).stem}"} | model_keys(options.model, shape)
-    keys |= batch_keys(work, options.prompts) | task_keys(work)
+    keys |= batch_keys(work, options.prompts)
+    keys |= task_keys(work, keys["rollout.groups_per_step"] * GROUP_SIZE * (1 + LAGS[-1]))
     base = loaded(toml_text(keys), Path(options.out), arguments.overrides, gpu=machine[0].name != "CPU")
     pinned = {key: valued(base, key) for key, _ in arguments.overrides}
     return Case(base, keys, pinned, shape, *machine, facts, work, turns.get("environment", NOTHING))
@@ -201,11 +203,12 @@ def model_keys(model: str, shape: ModelShape) -> dict[str, Any]:
     return {"model.name": shape.family, **sizes, "model.enable_weight_tying": shape.tied}
 
 
-def task_keys(work: Work) -> dict[str, Any]:
-    """Return the shipped task that stands for the user's."""
+def task_keys(work: Work, samples: int) -> dict[str, Any]:
+    """Return the shipped task that stands for the user's, with room for this number of rollouts at once."""
     if work.turns.mean == 1:
         return {"task.name": "addition"}
-    return {"task.name": "calc", "environment.name": "calc", "environment.max_turns": ceil(work.turns.most)}
+    together = {"environment.processes": ceil(samples / DRIVEN), "environment.concurrency": DRIVEN}
+    return {"task.name": "calc", "environment.name": "calc", "environment.max_turns": ceil(work.turns.most)} | together
 
 
 def batch_keys(work: Work, prompts: int) -> dict[str, Any]:

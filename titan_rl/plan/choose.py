@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Keys = Mapping[str, Any]
 DEGREES = (1, 2, 4, 8)
 MODES = ("none", "selective", "full")
+LAGS = (0, 1, 2)
 LORA_RANK = 16
 SIMULATED, STEPS = 3, 6  # plans, and steps of each
 NEARLY = 1.02  # a larger lag must be faster by this
@@ -189,7 +190,7 @@ def plans(case: Case) -> list[Plan]:
     found = list[Plan]()
     colocated = [] if case.device == "cpu" else [("colocated", case.count, case.count, 0)]
     splits = [(1, 1)] if case.device == "cpu" else [(gpus, case.count - gpus) for gpus in case.splits]
-    apart = [("disaggregated", *split, lag) for split, lag in product(splits, (0, 1, 2))]
+    apart = [("disaggregated", *split, lag) for split, lag in product(splits, LAGS)]
     for kind, training, sampling, lag in [*colocated, *apart]:
         groups = case.base.rollout.groups_per_step
         stream = case.pinned.get("training.stream_groups", groups // 4 if lag else 0)
