@@ -1,4 +1,4 @@
-"""Plans: the recommended TOMLs pass the dry run's checks, what cannot fit says where it would, bad input is refused."""
+"""Plans: the recommended TOMLs pass the dry run's checks, and models that do not fit name a cluster, bad input is refused."""
 
 from pathlib import Path
 
@@ -74,8 +74,8 @@ def test_keys_of_the_user_are_kept(tmp_path: Path) -> None:
 def test_what_cannot_fit_names_the_smallest_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = ["--model", "Llama-3.1-70B", "--gpus", "4 x RTX 4090", "--out", str(tmp_path / "plan.toml")]
     assert main(case) == 1
-    told = capsys.readouterr().err
-    least = int(told.split(" are the smallest")[0].rsplit(maxsplit=1)[-1])
+    printed = capsys.readouterr().err
+    least = int(printed.split(" are the smallest")[0].rsplit(maxsplit=1)[-1])
     fits = [any(map(plans, smaller(asked([*case, "--gpus", f"{n} x RTX 4090"])))) for n in (least, 8)]
     assert fits == [True, least == 8]
     assert not (tmp_path / "plan.toml").exists()
@@ -98,9 +98,9 @@ def test_all_bad_input_is_refused_at_once(capsys: pytest.CaptureFixture[str]) ->
             ]
         )
     assert refused.value.code == 2
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for part in ("did you mean 'Llama-3.1-8B'", "--gpus: expected", "--tokens: expected", "--days: expected"):
-        assert part in told
+        assert part in printed
 
 
 def test_models_by_name_have_their_parameters() -> None:

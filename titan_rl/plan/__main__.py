@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (default, about) in FLAGS.items():
         about = f"{about} (default: {default})" if default else about
         parser.add_argument(f"--{name}", type=type(default), default=default, metavar=name.upper(), help=about)
-    parser.add_argument("--compare", action="store_true", help="list what was rejected, and why")
+    parser.add_argument("--compare", action="store_true", help="list the rejected plans, and why")
     parser.add_argument("--from", dest="run", default="", metavar="RUN", help="dump folder of a run, to make faster")
     return parser
 
@@ -131,7 +131,7 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
     if problems or shape is None:
         refuse("", problems)
     work = Work(**texts, turns=turns.get("turns", Spread(1.0)), observation=turns.get("observation", NOTHING))
-    keys = {"job.dump_folder": f"./outputs/{Path(options.out).stem}"} | model_keys(options.model, shape)
+    keys: dict[str, Any] = {"job.dump_folder": f"./outputs/{Path(options.out).stem}"} | model_keys(options.model, shape)
     keys |= batch_keys(work, options.prompts)
     keys |= task_keys(work, keys["rollout.groups_per_step"] * GROUP_SIZE * (1 + LAGS[-1]))
     base = loaded(toml_text(keys), Path(options.out), arguments.overrides, gpu=machine[0].name != "CPU")

@@ -72,10 +72,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """A question: what is to run, and on what."""
+    """A question: a model and its work, and the GPUs for it."""
 
     base: Config  # with the keys that no choice depends on
-    keys: Keys  # of the TOML, besides those that are chosen
+    keys: Keys  # the TOML's, besides the chosen ones
     pinned: Keys  # that the user set: no choice changes them
     shape: ModelShape
     gpu: Gpu
@@ -155,7 +155,7 @@ def trainers(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
             "parallelism.tensor_parallel_degree": tp,
             "parallelism.expert_parallel_degree": dealt,
         }
-        why = ""
+        why, keys = "", layout
         for mode in MODES:
             keys = {**placed, **layout, "activation_checkpoint.mode": mode}
             config = case.config(keys)
@@ -168,8 +168,8 @@ def trainers(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
 
 
 def engines(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
-    """Yield the engines on this number of GPUs, each with the reason why it does not fit, or "". They sample as many
-    sequences as a step needs, or as fit."""
+    """Yield the engines on this number of GPUs, each with the reason why it does not fit, or "". They sample all
+    sequences of a step at once, or the number that fits."""
     r, key = case.base.rollout, "generator.max_num_seqs"
     for tp in DEGREES:
         if tp > case.gpu.per_node or gpus % tp:

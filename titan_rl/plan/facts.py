@@ -47,7 +47,7 @@ class Facts:
         return gpu.hbm * self.rates["copy"] / self.gpus[MEASURED_ON].hbm
 
     def slower(self, gpu: Gpu) -> float:
-        """Return how many times as long a GPU takes for what was measured in seconds of products."""
+        """Return how many times as long a GPU takes for measured seconds of products."""
         return self.gpus[MEASURED_ON].flops / gpu.flops
 
     def gpu(self, name: str) -> Gpu:

@@ -40,7 +40,7 @@ def drawn(spread: Spread, n: int = DRAWN) -> np.ndarray:
 
 
 def block_products(shape: ModelShape) -> int:
-    """Return the parameters of all blocks with which a token is multiplied: in experts those that it is sent to."""
+    """Return the parameters of all blocks with which a token is multiplied: in experts its own ones."""
     attention = 2 * shape.head_dim * (shape.n_heads + shape.n_kv_heads)
     return shape.n_layers * shape.dim * (attention + 3 * shape.hidden_per_token + shape.experts)
 
@@ -233,7 +233,7 @@ class StepTime:
     overlaps: bool
     depth: int
     decode_steps: float
-    places: float  # of a dp row
+    places: float  # a dp row's
     longest: float  # seconds of the longest rollout
     rest: float  # seconds of the controller
 
