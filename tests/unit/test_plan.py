@@ -1,4 +1,4 @@
-"""Plans: the recommended TOMLs pass the dry run's checks, and models that do not fit name a cluster, bad input is refused."""
+"""Plans: the recommended TOMLs pass the dry run, models that do not fit name a cluster, bad input is refused."""
 
 from pathlib import Path
 
