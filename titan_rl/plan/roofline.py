@@ -141,6 +141,7 @@ class Roofline:
         sent = shape.experts_per_token * shape.dim * each * (experts - 1) / experts * 2 * (1 + forward)
         place = {
             "block products": (4 if c.lora.on else 6) * blocks / tp / matmul,
+            "attention": self.attention / tp * (1 + (forward - 1) * 2 / 7),
             "other block kernels": kernels * (1 + (forward - 1) / 3),
             "recomputed products": 2 * recomputed(mode, shape) / tp / matmul,
             "log-prob head": head * shape.vocab_size * shape.dim / HEAD / tp * targets,
@@ -178,13 +179,24 @@ class Roofline:
         }
 
     @property
+    def attention(self) -> float:
+        """Return the seconds of a place's attention, forward and backward, at the rate of the measured small model. It
+        grows with the length of the place's document."""
+        facts, small, shape = self.facts, self.facts.shape(SMALL), self.shape
+        lengths = drawn(self.work.answer) * self.work.turns.mean + self.work.prompt.mean + self.read
+        longer = float((lengths**2).mean() / lengths.mean()) / facts.rates["small_row"]
+        wider = shape.n_layers * shape.n_heads * shape.head_dim / (small.n_layers * small.n_heads * small.head_dim)
+        each = facts.rates["small_attention"] / facts.rates["small_places"]
+        return each * longer * wider * facts.slower(self.gpu)
+
+    @property
     def kernels_per_byte(self) -> float:
-        """Return the seconds of all kernels but products and head, per byte that the operations of a block save, from
-        the measured small model, scaled by the rate of the GPU's memory."""
+        """Return the seconds of all other kernels per byte that the operations of a block save, from the measured small
+        model, scaled by the rate of the GPU's memory."""
         facts, small = self.facts, self.facts.shape(SMALL)
         plain = replace(self.config, lora=LoraSection())
         kept = small.n_layers * kept_per_token(plain, small, ParallelismSection(), "none")
-        measured, places = facts.rates["small_kernels"], facts.rates["small_places"]
+        measured, places = facts.rates["small_kernels"] - facts.rates["small_attention"], facts.rates["small_places"]
         known = 6 * block_products(small) / facts.rates["matmul"]
         known += facts.rates["head"] * small.vocab_size * small.dim / HEAD
         return (measured / places - known) / kept * facts.rates["copy"] / facts.hbm(self.gpu)
