@@ -19,19 +19,8 @@ from titan_rl.plan.choose import choose, plans
 CSV = Path(__file__).parents[1] / "docs/benchmarks/published.csv"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md (v0.4, DGX H100, GRPO)"
 PROMPT, SPREAD = 150, 0.6  # assumed: OpenMathInstruct-2's prompts; deviation of the answers over their mean
-COLUMNS = [
-    "model",
-    "gpus",
-    "lag",
-    "tokens",
-    "published_s",
-    "ours_s",
-    "ratio",
-    "plan",
-    "assumptions",
-    "reason",
-    "source",
-]
+COLUMNS = ("model", "gpus", "lag", "tokens", "published_s", "ours_s", "ratio")
+COLUMNS += ("plan", "assumptions", "reason", "source")
 KEYS = {
     "rollout.groups_per_step": "64",
     "rollout.group_size": "32",

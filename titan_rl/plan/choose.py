@@ -239,8 +239,10 @@ def smaller(case: Case) -> Iterator[Case]:
     rate = case.base.optimizer.lr * WHOLE_MODEL_FACTOR
     fp8: Keys = {"generator.quantization": "fp8"} if case.gpu.fp8 and not case.shape.experts else {}
     lora: Keys = {"lora.rank": rank, "lora.alpha": 2.0 * rank, "optimizer.lr": rate}
-    for keys in ({}, fp8, lora, {**lora, **fp8}, {**lora, "training.enable_cpu_offload": True}):
-        yield case.with_keys(keys)
+    tried: list[Keys] = [{}, fp8]
+    if rank:
+        tried += [lora, {**lora, **fp8}, {**lora, "training.enable_cpu_offload": True}]
+    yield from (case.with_keys(keys) for keys in tried)
 
 
 def choose(case: Case) -> list[Plan]:
