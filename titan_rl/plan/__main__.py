@@ -27,6 +27,7 @@ from titan_rl.preflight.checks import judged
 from titan_rl.preflight.load import Invocation, planned_gpus, read
 from titan_rl.preflight.memory import count as short
 from titan_rl.preflight.refusal import refuse
+from titan_rl.preflight.shapes import MAX_SEQ_LEN
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.gpus import NO_GPUS, found_gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
@@ -108,8 +109,8 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         facts = read_facts(options.facts)
     except ValueError as error:
         problems += str(error).splitlines()
+    here = Path(options.model).is_dir() and options.model
     try:
-        here = Path(options.model).is_dir() and options.model
         shape = shape_of_folder(options.model, "--model") if here else facts.shape(options.model)
     except ValueError as error:
         problems.append(str(error))
@@ -132,7 +133,7 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         refuse("", problems)
     work = Work(**texts, turns=turns.get("turns", Spread(1.0)), observation=turns.get("observation", NOTHING))
     keys: dict[str, Any] = {"job.dump_folder": f"./outputs/{Path(options.out).stem}"} | model_keys(options.model, shape)
-    keys |= batch_keys(work, options.prompts)
+    keys |= batch_keys(work, options.prompts, shape.max_seq_len if here else MAX_SEQ_LEN)
     keys |= task_keys(work, keys["rollout.groups_per_step"] * GROUP_SIZE * (1 + LAGS[-1]))
     base = loaded(toml_text(keys), Path(options.out), arguments.overrides, gpu=machine[0].name != "CPU")
     pinned = {key: valued(base, key) for key, _ in arguments.overrides}
@@ -211,12 +212,13 @@ def task_keys(work: Work, samples: int) -> dict[str, Any]:
     return {"task.name": "calc", "environment.name": "calc", "environment.max_turns": ceil(work.turns.most)} | together
 
 
-def batch_keys(work: Work, prompts: int) -> dict[str, Any]:
+def batch_keys(work: Work, prompts: int, context: int) -> dict[str, Any]:
     """Return the keys of a step's size."""
     groups = 2 ** int(log2(max(1, prompts / FEWEST_STEPS)))
     turns = max(1, ceil(work.turns.mean if work.turns.most == inf else work.turns.most))
     read = (turns - 1) * work.observation.most if turns > 1 and work.observation.mean else 0
     longest = ROUNDED * ceil((work.prompt.most + turns * work.answer.most + read) / ROUNDED)
+    longest = min(longest, context)
     return {
         "rollout.groups_per_step": min(GROUPS[1], max(GROUPS[0], groups)),
         "rollout.group_size": GROUP_SIZE,

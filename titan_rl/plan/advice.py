@@ -25,7 +25,7 @@ def advise(run: str) -> int:
         folder = Path(run)
         config, rates, work = rates_of(folder)
         lines = steps_of(folder)
-    except NoRun as error:
+    except (NoRun, OSError) as error:
         print(f"titan_rl.plan: --from: expected a run's folder with its steps, {error}", file=sys.stderr)
         return USAGE
     print("\n".join(advice(config, rates, work, [line["time/step"] for line in lines])))

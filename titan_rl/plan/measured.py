@@ -38,7 +38,7 @@ def rates_of(folder: Path) -> tuple[Config, Rates, Work]:
     """Return the config of a run, the rates that its parts had, and the tokens of its rollouts. Raise NoRun without
     enough steps."""
     lines, config = steps_of(folder), config_of(folder)
-    samples, shared = Samples(folder), fmean(line["tokens/shared"] for line in lines)
+    samples, shared = Samples(folder), fmean(line.get("tokens/shared", 0.0) for line in lines)
     steps = {int(line["step"]) for line in lines}
     found = [sample for step in sorted(steps) for sample in samples.of_step(step)]
     if not any(sample.sampled for sample in found):
