@@ -10,7 +10,7 @@ from titan_rl.config.toml import find, load, to_toml
 from titan_rl.plan.__main__ import main
 from titan_rl.plan.measured import rates_of
 
-STEP, TOKEN, PLACE, UPDATE = 2e-3, 1e-5, 3e-5, 0.02  # seconds
+STEP, TOKEN, READ, PLACE, UPDATE = 2e-3, 1e-5, 4e-6, 3e-5, 0.02  # seconds
 STEPS, SAMPLES, PROMPT, ANSWER = 6, 4, 7, 5
 SECOND = 10**6  # microseconds of the timeline
 
@@ -40,7 +40,9 @@ def run(tmp_path: Path) -> Path:
         at, places = float(step), SAMPLES * (PROMPT + ANSWER - 1) * PLACE
         for count in (1, 2):
             tokens = 3 * count + step
-            events.append(event("sampling", at, STEP * count + TOKEN * tokens, 1, steps=count, tokens=tokens))
+            read = 10 * (step % 3)
+            seconds = STEP * count + TOKEN * tokens + READ * read
+            events.append(event("sampling", at, seconds, 1, steps=count, tokens=tokens, read=read))
         events += [event("step", at, places + UPDATE, 2), event("forward", at, places / 3, 2)]
         events.append(event("backward", at, 2 * places / 3, 2))
         times = {"time": at + 1, "time/step": 1.0, "time/wait": 0.1, "overlap": 0.0, "tokens/shared": 0.0}
@@ -62,6 +64,7 @@ def test_rates_of_a_run_are_found(run: Path) -> None:
     _, rates, work = rates_of(run)
     assert rates.engine.step_s == pytest.approx(STEP, rel=1e-3)
     assert rates.engine.sequence_s == pytest.approx(TOKEN, rel=1e-3)
+    assert rates.engine.prefill_s == pytest.approx(READ, rel=1e-3)
     assert rates.trainer.place_s == pytest.approx(PLACE, rel=1e-3)
     assert rates.trainer.update_s == pytest.approx(UPDATE, rel=1e-3)
     assert (rates.sync.publish_s, rates.sync.fetch_s, rates.sync.switch_s) == pytest.approx((0.01, 0.02, 0.03))

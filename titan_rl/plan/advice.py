@@ -37,6 +37,7 @@ def advice(config: Config, rates: Rates, work: Work, measured: list[float]) -> I
     e, t, s = rates.engine, rates.trainer, rates.sync
     yield f"measured: {fmean(measured):.3g} s a step, mean of {len(measured)}"
     yield f"  engine    {1e3 * e.step_s:.3g} ms a decode step, {1e6 * e.sequence_s:.3g} us a token, {e.cores:g} cores"
+    yield f"            {1e6 * e.prefill_s:.3g} us a read token"
     yield f"  trainer   {1e6 * t.place_s:.3g} us a place, {t.update_s:.3g} s an update, {t.cores:g} cores a rank"
     yield f"  sync      {s.publish_s:.3g} s publish, {s.fetch_s:.3g} s fetch, {s.switch_s:.3g} s switch"
     yield f"  rewards   {rates.judge.mean:.3g} s a group; {rates.step_s:.3g} s of a step in the controller"

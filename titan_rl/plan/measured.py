@@ -3,9 +3,10 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
@@ -20,6 +21,8 @@ from titan_rl.record.recorded_run import NoRun, RecordedRun
 from titan_rl.record.samples import Sample, Samples
 from titan_rl.wire.cores import usable_cores
 
+COUNTS = ("steps", "tokens", "read")
+"""Args of an engine's spans."""
 SKIPPED = 2  # first steps, which start and compile
 
 
@@ -60,7 +63,7 @@ def rates_of(folder: Path) -> tuple[Config, Rates, Work]:
     return (
         config,
         Rates(
-            engine_rates(spans, found, mean("engine/prefix_hit_rate"), contended, busy[0], config.rollout.group_size),
+            engine_rates(spans, contended, busy[0]),
             trainer_rates(spans, places, len(lines), contended, busy[1]),
             SyncRates(mean("sync/publish_seconds"), mean("sync/read_seconds"), mean("sync/pause_seconds")),
             judge=spread([span.seconds for span in spans if span.name == "judge"]),
@@ -89,19 +92,13 @@ def config_of(folder: Path) -> Config:
     return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
 
-def engine_rates(
-    spans: list[Stretched], samples: list[Sample], hits: float, slow: float, cores: float, group_size: int
-) -> EngineRates:
-    """Fit seconds = step_s x steps + sequence_s x tokens to the engines' spans. A prompt's token takes as long as a
-    sampled one: their spans hold both."""
+def engine_rates(spans: list[Stretched], slow: float, cores: float) -> EngineRates:
+    """Fit seconds = step_s x steps + sequence_s x tokens + prefill_s x read tokens to the engines' spans. Earlier runs
+    did not count read tokens: the sampled ones then take their seconds too."""
     own = [span for span in spans if span.name == "sampling" and span.args.get("steps")]
-    counts = np.array([[span.args["steps"], span.args["tokens"]] for span in own], float).reshape(-1, 2)
-    seconds = np.array([span.seconds for span in own]) / slow
-    step, token = _positive(counts, seconds)
-    read = (1 - hits) * sum(_prompt(sample) for sample in samples) / group_size
-    sampled = sum(sample.sampled for sample in samples)
-    token *= sampled / (sampled + read)
-    return EngineRates(step_s=step, sequence_s=token, prefill_s=token, cores=cores)
+    counts = np.array([[span.args.get(key, 0) for key in COUNTS] for span in own], float).reshape(-1, len(COUNTS))
+    step, token, read = _positive(counts, np.array([span.seconds for span in own]) / slow)
+    return EngineRates(step_s=step, sequence_s=token, prefill_s=read, cores=cores)
 
 
 def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float, cores: float) -> TrainerRates:
@@ -164,13 +161,13 @@ def _prompt(sample: Sample) -> int:
     return int(mask.argmax()) if mask.any() else len(mask)
 
 
-def _positive(counts: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Return the two factors, neither of them negative, that fit best."""
-    fits: list[Callable[[], np.ndarray]] = [
-        lambda: np.linalg.lstsq(counts, seconds, rcond=None)[0],
-        lambda: np.array([0.0, seconds.sum() / max(1.0, counts[:, 1].sum())]),
-        lambda: np.array([seconds.sum() / max(1.0, counts[:, 0].sum()), 0.0]),
-    ]
-    sound = [fit for fit in (each() for each in fits) if (fit >= 0).all()]
-    step, token = min(sound, key=lambda fit: float(((counts @ fit - seconds) ** 2).sum()))
-    return float(step), float(token)
+def _positive(counts: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Return the factors of the columns, none of them negative, that fit best."""
+    best, least = np.zeros(counts.shape[1]), float((seconds**2).sum())
+    for chosen in product((False, True), repeat=counts.shape[1]):
+        fit, used = np.zeros(counts.shape[1]), np.array(chosen)
+        fit[used] = np.linalg.lstsq(counts[:, used], seconds, rcond=None)[0]
+        missed = float(((counts @ fit - seconds) ** 2).sum())
+        if (fit >= 0).all() and missed < least:
+            best, least = fit, missed
+    return best.tolist()
