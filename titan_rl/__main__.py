@@ -9,7 +9,7 @@ import sys
 
 TABLE = {
     "run": ("--config X", "train: what no other command is named for"),
-    "plan": ("--model X", "placement, seconds per step and failures of a run, before it starts"),
+    "plan": ("--model X", "a run on a cluster: placement, seconds and risks"),
     "doctor": ("", "what this machine or its install lacks"),
     "check_env": ("NAME", "an environment, played without a model"),
     "lint": ("--config X", "what the chat template does to messages"),
