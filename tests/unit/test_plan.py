@@ -100,7 +100,13 @@ def test_all_bad_input_is_refused_at_once(capsys: pytest.CaptureFixture[str]) ->
         )
     assert refused.value.code == 2
     printed = capsys.readouterr().err
-    for part in ("did you mean 'Llama-3.1-8B'", "--gpus: expected", "--tokens: expected", "--days: expected"):
+    for part in (
+        "did you mean 'Llama-3.1-8B'",
+        "--gpus: expected",
+        "--tokens: expected",
+        "--days: expected",
+        "[tranining]",
+    ):
         assert part in printed
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, as_toml
+from titan_rl.config.toml import ConfigError, as_toml, find
 from titan_rl.config.toml import load as load_toml
 from titan_rl.plan.choose import LAGS, Case, choose, slower, smallest
 from titan_rl.plan.facts import Facts, Gpu, read_facts
@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         least = smallest(case)
         room = f"{least} are the smallest cluster on which it fits" if least else "nor does it on the largest tried"
-        print("\n".join([*comparison(case.rejected), f"{title}: does not fit; {room}"]), file=sys.stderr)
+        print(
+            "\n".join([*comparison(list(dict.fromkeys(case.rejected))), f"{title}: does not fit; {room}"]),
+            file=sys.stderr,
+        )
         return FAILED
     best = chosen[0]
     steps = max(1, int(options.days * 86400 / best.seconds))
@@ -109,6 +112,10 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         facts = read_facts(options.facts)
     except ValueError as error:
         problems += str(error).splitlines()
+    try:
+        load_toml(find("grpo_llama"), arguments.overrides)  # only to check the keys
+    except ConfigError as error:
+        problems += error.problems
     here = Path(options.model).is_dir() and options.model
     try:
         shape = shape_of_folder(options.model, "--model") if here else facts.shape(options.model)
