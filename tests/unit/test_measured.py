@@ -10,7 +10,7 @@ from titan_rl.config.toml import find, load, to_toml
 from titan_rl.plan.__main__ import main
 from titan_rl.plan.measured import rates_of
 
-STEP, TOKEN, READ, PLACE, UPDATE = 2e-3, 1e-5, 4e-6, 3e-5, 0.02  # seconds
+STEP, TOKEN, READ, PLACE, UPDATE, TOOL = 2e-3, 1e-5, 4e-6, 3e-5, 0.02, 0.3  # seconds
 STEPS, SAMPLES, PROMPT, ANSWER = 6, 4, 7, 5
 SECOND = 10**6  # microseconds of the timeline
 
@@ -45,6 +45,11 @@ def run(tmp_path: Path) -> Path:
             events.append(event("sampling", at, seconds, 1, steps=count, tokens=tokens, read=read))
         events += [event("step", at, places + UPDATE, 2), event("forward", at, places / 3, 2)]
         events.append(event("backward", at, 2 * places / 3, 2))
+        for turn in range(3):
+            began = at + turn * (0.1 + TOOL)
+            points = (("b", began), ("e", began + 0.1))
+            head = {"name": "turn", "pid": 3, "id": step}
+            events += [head | {"ph": point, "ts": seconds * SECOND} for point, seconds in points]
         times = {"time": at + 1, "time/step": 1.0, "time/wait": 0.1, "overlap": 0.0, "tokens/shared": 0.0}
         sync = {"sync/publish_seconds": 0.01, "sync/read_seconds": 0.02, "sync/pause_seconds": 0.03}
         metrics.append({"kind": "rl", "step": step, **times, **sync, "engine/prefix_hit_rate": 1.0})
@@ -67,6 +72,7 @@ def test_rates_of_a_run_are_found(run: Path) -> None:
     assert rates.engine.prefill_s == pytest.approx(READ, rel=1e-3)
     assert rates.trainer.place_s == pytest.approx(PLACE, rel=1e-3)
     assert rates.trainer.update_s == pytest.approx(UPDATE, rel=1e-3)
+    assert rates.environment.mean == pytest.approx(TOOL)
     assert (rates.sync.publish_s, rates.sync.fetch_s, rates.sync.switch_s) == pytest.approx((0.01, 0.02, 0.03))
     assert (work.prompt.mean, work.answer.mean, work.turns.mean) == (PROMPT, ANSWER, 1)
 

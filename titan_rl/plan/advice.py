@@ -11,7 +11,9 @@ from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.plan.measured import rates_of, steps_of
 from titan_rl.plan.rates import Rates, Work
+from titan_rl.plan.simulate import Simulation, simulate
 from titan_rl.preflight.memory import on_cpu
+from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.recorded_run import NoRun
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.errors import RunError
@@ -88,11 +90,9 @@ def changes(config: Config) -> dict[str, Mapping[str, Any]]:
     return tried
 
 
-def simulated(config: Config, rates: Rates, work: Work) -> Any:
-    from titan_rl.plan.simulate import simulate
-    from titan_rl.preflight.shapes import shape_of
-
+def simulated(config: Config, rates: Rates, work: Work, steps: int = STEPS) -> Simulation:
+    """Simulate the first steps of a config on the machine that had these rates."""
     known = resolved(config, "cuda")
     if rates.trainer.cores:
         known = on_cpu(config, shape_of(config.model), host_memory())
-    return simulate(config, rates, work, steps=STEPS, resolved=known)
+    return simulate(config, rates, work, steps=steps, resolved=known)

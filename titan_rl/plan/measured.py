@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
@@ -35,6 +35,7 @@ class Stretched:
     begin: float  # seconds since 1970
     seconds: float
     args: Mapping[str, float]
+    id: int | None = None  # the prompt's or the rollout's
 
 
 def rates_of(folder: Path) -> tuple[Config, Rates, Work]:
@@ -67,6 +68,7 @@ def rates_of(folder: Path) -> tuple[Config, Rates, Work]:
             trainer_rates(spans, places, len(lines), contended, busy[1]),
             SyncRates(mean("sync/publish_seconds"), mean("sync/read_seconds"), mean("sync/pause_seconds")),
             judge=spread([span.seconds for span in spans if span.name == "judge"]),
+            environment=spread([*between_turns(spans)]),
             step_s=median(line["time/wait"] for line in lines),
             cores=float(cores) if on_cpu else math.inf,
         ),
@@ -136,6 +138,14 @@ def spread(values: list[float] | list[int]) -> Spread:
     return Spread(fmean(values), pstdev(values), max(values)) if values else NOTHING
 
 
+def between_turns(spans: list[Stretched]) -> Iterator[float]:
+    """Yield the seconds between a turn of a rollout and its next one, which are its environment's."""
+    turns = sorted((span for span in spans if span.name == "turn"), key=lambda span: (span.id or 0, span.begin))
+    for turn, following in pairwise(turns):
+        if turn.id == following.id:
+            yield following.begin - turn.begin - turn.seconds
+
+
 def spans_of(folder: Path) -> Iterator[Stretched]:
     """Yield the spans in the run's newest timeline."""
     ranks, open_spans = dict[int, str](), dict[tuple[str, int], float]()
@@ -152,7 +162,8 @@ def spans_of(folder: Path) -> Iterator[Stretched]:
             elif event["ph"] == "b":
                 open_spans[event["name"], event["id"]] = event["ts"]
             elif event["ph"] == "e" and (begin := open_spans.pop((event["name"], event["id"]), None)) is not None:
-                yield Stretched("controller", event["name"], begin / 1e6, (event["ts"] - begin) / 1e6, {})
+                seconds = (event["ts"] - begin) / 1e6
+                yield Stretched("controller", event["name"], begin / 1e6, seconds, {}, int(event["id"]))
 
 
 def _prompt(sample: Sample) -> int:

@@ -33,7 +33,7 @@ NOTHING = Spread(0.0)
 class EngineRates:
     """Seconds of one replica. A decode step takes step_s + max(weights_s, n * sequence_s) + tokens * context_s."""
 
-    step_s: float  # whatever its batch: launches, scheduler, sampler
+    step_s: float  # at any batch: launches, scheduler, sampler
     weights_s: float = 0.0  # at least, of its products: the weights are read once
     sequence_s: float = 0.0  # products of one sequence's token
     context_s: float = 0.0  # keys and values of one token
@@ -68,7 +68,7 @@ class Rates:
     sync: SyncRates
     judge: Spread = NOTHING  # seconds of a group's rewards
     environment: Spread = NOTHING  # seconds of a turn
-    step_s: float = 0.0  # of a step, in the controller: packing, log lines, snapshot
+    step_s: float = 0.0  # the controller's seconds in each step: packing, log lines, snapshot
     cores: float = math.inf  # that all parts share, if they are on one machine
 
 
@@ -77,6 +77,6 @@ class Work:
     """Tokens of a run's rollouts."""
 
     prompt: Spread
-    answer: Spread  # of a turn
+    answer: Spread  # sampled in each turn
     turns: Spread = field(default_factory=lambda: Spread(1.0))
     observation: Spread = NOTHING  # that the environment adds after a turn

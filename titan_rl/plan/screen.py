@@ -11,8 +11,8 @@ from titan_rl.record.terminal import brief
 
 WIDTH, LABEL = 110, 14
 FAILURES = 3
-TERMS = 6  # of a side, at most
-SMALL = 1 / 200  # of a step: shorter terms are not shown
+TERMS = 6  # longest terms of each side that are shown
+SMALL = 1 / 200  # share of a step below which a term is not shown
 Failure = tuple[float, str, tuple[str, ...]]
 """How likely by judgement, from 0 to 1; what happens; and the metrics that show it."""
 
