@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -53,6 +54,8 @@ ALGORITHMS = (
 """Presets that need nothing but a task, whose rewards are at least 0 (maxrl)."""
 FEWER = {"grpo_smollm2_lora": ("grpo", "rloo", "dapo", "gspo", "cispo", "sapo")}
 """Presets by default for configs whose runs take long."""
+NEARLY = 0.9  # share of the best last score, whose time the summary names
+TICKS = 20  # the longest curve's steps or seconds are rounded up to a multiple, so that ticks are whole numbers
 
 
 def main() -> int:
@@ -164,7 +167,7 @@ def measured(config: Config, seed: int) -> dict[str, Any]:
 
 def summary(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield a line per algorithm, the best first: held-out scores before and after, the highest, and seconds of a
-    step, each as the mean and the range over seeds."""
+    step, each as the mean and the range over seeds; and when the mean score reaches NEARLY times the best last one."""
     best = {algorithm: mean([float(row["final"]) for row in own]) for algorithm, own in by_algorithm(rows).items()}
     for algorithm, own in sorted(by_algorithm(rows).items(), key=lambda item: -best[item[0]]):
         columns = {
@@ -174,7 +177,11 @@ def summary(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
             "s a step": [float(row["step_s"]) for row in own],
         }
         figures = (f"{title} {mean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for title, each in columns.items())
-        yield f"{algorithm}: {len(own)} runs, {', '.join(figures)}"
+        scores, target = mean_curve(own, "step"), NEARLY * max(best.values())
+        first = next((step for step, score in scores.items() if score >= target), None)
+        seconds = [] if first is None else [points_of(row["seconds"])[first] for row in own]
+        when = f"at step {first}, after {mean(seconds):.0f} s" if seconds else "not reached"
+        yield f"{algorithm}: {len(own)} runs, {', '.join(figures)}, {target:.3f} {when}"
 
 
 def by_algorithm(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
@@ -185,7 +192,8 @@ def plot(rows: Sequence[Mapping[str, str]], unit: str) -> str:
     """Draw each algorithm's held-out score, the mean over its seeds, by "step" or by mean "seconds"."""
     curves = {algorithm: mean_curve(own, unit) for algorithm, own in by_algorithm(rows).items()}
     least = min(score for curve in curves.values() for score in curve.values())
-    axes = Axes(most=max(x for curve in curves.values() for x in curve), floor=int(least * 10) / 10)
+    most = TICKS * ceil(max(x for curve in curves.values() for x in curve) / TICKS)
+    axes = Axes(most=most, floor=int(least * 10) / 10)
     drawn = axes.grid(f"{rows[0]['config']}: held-out score by {unit}, mean of {len(rows) // len(curves)} seeds", unit)
     for place, (algorithm, curve) in enumerate(curves.items()):
         look = look_of(COLORS[place % len(COLORS)], dashed=place >= len(COLORS))
