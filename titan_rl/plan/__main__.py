@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{options.model}, {short(case.shape.parameters)} parameters, on {case.count} x {case.gpu.name}"
     if not chosen:
         least = smallest(case)
-        room = f"{least} are the smallest cluster on which it fits" if least else "nor does it on the largest tried"
+        room = f"{least} are the smallest cluster on which it fits" if least else "no larger one that was tried does"
+        room = "--gpus plans others" if case.device == "cpu" else room
         print(
             "\n".join([*comparison(list(dict.fromkeys(case.rejected))), f"{title}: does not fit; {room}"]),
             file=sys.stderr,

@@ -236,7 +236,7 @@ def planned(case: Case, keys: Keys) -> Plan | None:
 def smaller(case: Case) -> Iterator[Case]:
     """Yield the case, and variants that need less memory."""
     rank = case.pinned.get("lora.rank", LORA_RANK)
-    rate = case.base.optimizer.lr * WHOLE_MODEL_FACTOR
+    rate = round(case.base.optimizer.lr * WHOLE_MODEL_FACTOR, 9)
     fp8: Keys = {"generator.quantization": "fp8"} if case.gpu.fp8 and not case.shape.experts else {}
     lora: Keys = {"lora.rank": rank, "lora.alpha": 2.0 * rank, "optimizer.lr": rate}
     tried: list[Keys] = [{}, fp8]
@@ -274,8 +274,12 @@ def simulated(case: Case, plan: Plan) -> Plan | None:
 
 
 def smallest(case: Case) -> int:
-    """Return the fewest GPUs of this kind on which a plan fits; 0: more than are tried."""
-    sizes = [n for n in DEGREES if n < case.gpu.per_node] + [case.gpu.per_node * n for n in NODES]
+    """Return the fewest GPUs of this kind on which a plan fits; 0: more than are tried, or there are none."""
+    sizes = (
+        []
+        if case.device == "cpu"
+        else [n for n in DEGREES if n < case.gpu.per_node] + [case.gpu.per_node * n for n in NODES]
+    )
     larger = (replace(case, count=n, rejected=[]) for n in sizes if n > case.count)
     return next((other.count for other in larger if any(map(plans, smaller(other)))), 0)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from textwrap import wrap
 
 from titan_rl.plan.choose import Case, Plan
 from titan_rl.plan.roofline import drawn
@@ -162,7 +163,7 @@ def _row(label: str, text: str) -> Iterator[str]:
 
 
 def comparison(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each plan that was rejected, and why."""
+    """Yield the lines of each plan that was rejected, and why."""
     yield "\nrejected"
     for name, why in rows:
-        yield f"  {name}: {why}"[:WIDTH]
+        yield from wrap(f"{name}: {why}", WIDTH, initial_indent="  ", subsequent_indent="    ")
