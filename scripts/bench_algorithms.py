@@ -55,7 +55,7 @@ ALGORITHMS = (
 FEWER = {"grpo_smollm2_lora": ("grpo", "rloo", "dapo", "gspo", "cispo", "sapo")}
 """Presets by default for configs whose runs take long."""
 NEARLY = 0.9  # share of the best last score, whose time the summary names
-TICKS = 20  # the longest curve's steps or seconds are rounded up to a multiple, so that ticks are whole numbers
+TICKS = 4  # the longest curve's steps or seconds are rounded up to a multiple, so that ticks are whole numbers
 
 
 def main() -> int:
