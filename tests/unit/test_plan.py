@@ -1,5 +1,6 @@
 """Plans: the recommended TOMLs pass the dry run, models that do not fit name a cluster, bad input is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,18 @@ def test_more_lag_and_longer_answers() -> None:
         lag = plan.config.rollout.max_staleness_steps
         by_lag[lag] = min(by_lag.get(lag, plan.seconds), plan.seconds)
     assert by_lag[0] > by_lag[1] >= by_lag[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("gpus = 3", "[gpus.]: expected a row"),
+        ('[gpus.H100]\nmemry = 3\nsource = "me"', "[gpus.H100] memry: expected no such key; did you mean 'memory_gb'?"),
+        ('[models.X]\nmodel_type = "foo"\nhidden_size = 8\nrepo = "a/b"\nsource = "me"', "[models.X] model_type:"),
+    ],
+)
+def test_facts_that_do_not_fit_are_refused(text: str, found: str, tmp_path: Path) -> None:
+    own = tmp_path / "facts.toml"
+    own.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(found)):
+        read_facts(str(own))

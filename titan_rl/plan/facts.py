@@ -15,6 +15,7 @@ SHIPPED = Path(__file__).with_name("facts.toml")
 MEASURED_ON = "H200"
 SMALL = "Qwen3-0.6B"
 """GPU and model of the measured rates."""
+NUMBER = int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +91,25 @@ def read_facts(own: str = "") -> Facts:
         given = tomli.loads(Path(own).read_text(encoding="utf-8")) if own else {}
     except (OSError, ValueError) as error:
         problems.append(f"expected a TOML file, found {error}")
-    for table, name, row in ((t, n, r) for t, rows in given.items() for n, r in dict(rows).items()):
-        if table in tables and isinstance(row, dict) and row.get("source"):
-            tables[table][name] = tables[table].get(name, {}) | row
-        else:
-            problems.append(f"[{table}.{name}]: expected a row of [gpus], [models] or [rates] with a source")
-    needed = {"gpus": {each.name: 0.0 for each in fields(Gpu) if each.name not in ("name", "source")}}
-    needed |= {"rates": {"value": 0.0}, "models": {"model_type": "", "hidden_size": 0, "repo": ""}}
+    for table, rows in given.items():
+        for name, row in rows.items() if isinstance(rows, dict) else [("", None)]:
+            if table in tables and isinstance(row, dict) and row.get("source"):
+                tables[table][name] = tables[table].get(name, {}) | row
+            else:
+                problems.append(f"[{table}.{name}]: expected a row of [gpus], [models] or [rates] with a source")
+    known = [each.name for each in fields(Gpu) if each.name != "name"]
+    needed = {"gpus": {key: NUMBER for key in known if key != "source"}, "rates": {"value": NUMBER}}
+    needed |= {"models": {"model_type": str, "hidden_size": int, "repo": str}}
     for table, name, row in ((t, n, r) for t, rows in tables.items() for n, r in rows.items()):
-        for key, like in needed[table].items():
-            if not isinstance(row.get(key), int | float if like == 0.0 and like != "" else type(like)):
-                problems.append(f"[{table}.{name}] {key}: expected a {type(like).__name__}, found {row.get(key)!r}")
+        for key, kind in needed[table].items():
+            if not isinstance(row.get(key), kind):
+                what = "text" if kind is str else "a number"
+                problems.append(f"[{table}.{name}] {key}: expected {what}, found {row.get(key)!r}")
+        for key in sorted(row.keys() - set(known)) if table == "gpus" else ():
+            problems.append(f"[{table}.{name}] {key}: expected no such key{did_you_mean(key, known)}")
+        if table == "models" and row.get("model_type") not in BY_MODEL_TYPE:
+            expected = ", ".join(BY_MODEL_TYPE)
+            problems.append(f"[{table}.{name}] model_type: expected {expected}, found {row.get('model_type')!r}")
     if problems:
         raise ValueError("\n".join(f"--facts: {problem}" for problem in problems))
     gpus = {name: Gpu(name, **row) for name, row in tables["gpus"].items()}
