@@ -44,7 +44,7 @@ WIDTHS = (26, 16, 9, 9, 5, 6)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of a config with some keys. Its rates are taken, or those of the case `by` predict it."""
+    """A run of a config with some keys. Its rates are taken, or the rates of the case `by` predict it."""
 
     config: str
     keys: Mapping[str, Any]

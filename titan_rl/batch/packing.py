@@ -91,7 +91,7 @@ def fitted(
     together: int = 1,
     share: bool = False,
 ) -> tuple["Fit", "Fit"]:
-    """Return the rows of the fewest places that hold the samples, and those that would if samples shared none."""
+    """Return the rows of the fewest places that hold the samples, and the rows without shared places."""
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
     _check(samples, places, seq_len, together)
     plain = _fit(prefixes.plain(places, together), seq_len, shards, rows_per_microbatch)

@@ -19,10 +19,14 @@ class Spread:
 
     def draw(self, *path: object) -> float:
         """Return the number of this path, whose parts are seeds and names: always the same."""
+        return self.quantile((derive(0, *path) + 0.5) / 2**63)
+
+    def quantile(self, share: float) -> float:
+        """Return the number below which this share of the distribution lies."""
         if not self.deviation or not self.mean:
             return min(self.mean, self.most)
         variance = math.log1p((self.deviation / self.mean) ** 2)
-        normal = NormalDist().inv_cdf((derive(0, *path) + 0.5) / 2**63)
+        normal = NormalDist().inv_cdf(share)
         return min(self.mean * math.exp(math.sqrt(variance) * normal - variance / 2), self.most)
 
 

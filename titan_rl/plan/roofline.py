@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist
 
 import numpy as np
 
@@ -31,12 +30,7 @@ DRAWN = 512  # quantiles that stand for a distribution
 
 def drawn(spread: Spread, n: int = DRAWN) -> np.ndarray:
     """Return n quantiles of a distribution in an order that is always the same."""
-    if not spread.deviation:
-        return np.full(n, min(spread.mean, spread.most))
-    sigma = math.sqrt(math.log1p((spread.deviation / spread.mean) ** 2))
-    normal = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)])
-    values = np.minimum(spread.mean * np.exp(sigma * normal - sigma**2 / 2), spread.most)
-    return np.random.default_rng(0).permutation(values)
+    return np.random.default_rng(0).permutation([spread.quantile((i + 0.5) / n) for i in range(n)])
 
 
 def block_products(shape: ModelShape) -> int:

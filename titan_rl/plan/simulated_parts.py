@@ -278,7 +278,7 @@ class SizedLearner(Learner):
 
     def __init__(self, run: RunParts) -> None:
         super().__init__(run)
-        self.packer = SizedPacker(*(getattr(self.packer, name) for name in ("config", "rows", "pad_id")))
+        self.packer = SizedPacker(self.packer.config, self.packer.rows, self.packer.pad_id)
 
     async def scores(
         self,
