@@ -64,8 +64,7 @@ class Router:
         the length of the context, or a quarter. None if no replica is live."""
         if not self._live:
             return None
-        least = min(self._tokens, key=lambda index: (self._tokens[index], index))
-        tokens = self._tokens[least]
+        tokens, least = min(zip(self._tokens.values(), self._tokens, strict=True))
         max_tokens = tokens + max(len(request.tokens), tokens // 4)
         homes = (self._homes[name] for name in request.affinity if name in self._homes)
         return next((home for home in homes if self._tokens[home.index] <= max_tokens), self._live[least])
