@@ -8,10 +8,11 @@ import pytest
 
 from titan_rl.config.toml import find, load, to_toml
 from titan_rl.plan.__main__ import main
-from titan_rl.plan.measured import rates_of
+from titan_rl.plan.measured import Stretched, engine_rates, rates_of
 
 STEP, TOKEN, READ, PLACE, UPDATE, TOOL = 2e-3, 1e-5, 4e-6, 3e-5, 0.02, 0.3  # seconds
 STEPS, SAMPLES, PROMPT, ANSWER = 6, 4, 7, 5
+PLACES = 32  # 7 of the shared prompt, and 4 of each answer, whose last token predicts nothing: a multiple of 16
 SECOND = 10**6  # microseconds of the timeline
 
 
@@ -37,10 +38,10 @@ def run(tmp_path: Path) -> Path:
     ]
     metrics, rollouts = list[dict[str, Any]](), list[dict[str, Any]]()
     for step in range(1, STEPS + 1):
-        at, places = float(step), SAMPLES * (PROMPT + ANSWER - 1) * PLACE
+        at, places = float(step), PLACES * PLACE
         for count in (1, 2):
             tokens = 3 * count + step
-            read = 10 * (step % 3)
+            read = 20 * (step % 3)
             seconds = STEP * count + TOKEN * tokens + READ * read
             events.append(event("sampling", at, seconds, 1, steps=count, tokens=tokens, read=read))
         events += [event("step", at, places + UPDATE, 2), event("forward", at, places / 3, 2)]
@@ -75,6 +76,18 @@ def test_rates_of_a_run_are_found(run: Path) -> None:
     assert rates.environment.mean == pytest.approx(TOOL)
     assert (rates.sync.publish_s, rates.sync.fetch_s, rates.sync.switch_s) == pytest.approx((0.01, 0.02, 0.03))
     assert (work.prompt.mean, work.answer.mean, work.turns.mean) == (PROMPT, ANSWER, 1)
+
+
+def test_few_read_tokens_take_a_trainers_forward_pass() -> None:
+    counts = [(1, 40, 8), (2, 90, 0), (3, 70, 8)]
+    spans = [
+        Stretched("generator0", "sampling", 0.0, 1.5 * (STEP * steps + TOKEN * tokens + PLACE * read), args)
+        for steps, tokens, read in counts
+        for args in [{"steps": steps, "tokens": tokens, "read": read}]
+    ]
+    rates = engine_rates(spans, slow=1.5, cores=1.0, forward_s=PLACE, block=32)
+    found = (rates.step_s, rates.sequence_s, rates.prefill_s, rates.block)
+    assert found == pytest.approx((STEP, TOKEN, PLACE, 32))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

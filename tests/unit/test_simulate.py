@@ -60,6 +60,8 @@ def test_a_step_of_an_engine_grows_with_its_context() -> None:
     steps = sum(STEP + 2 * 0.002 + 1e-6 * 2 * (PROMPT + k) for k in range(ANSWER))
     assert times(run, "generate") == pytest.approx([(PROMPT + 1) * PREFILL + steps])
     assert run.prefix_hits == pytest.approx((PROMPT - 1) / (2 * PROMPT))
+    run = simulate(config(size=2), replace(RATES, engine=replace(engine, block=32)), WORK, steps=1)
+    assert run.prefix_hits == pytest.approx(32 / (2 * PROMPT))
 
 
 @pytest.mark.parametrize("answer", [100, 1000])

@@ -6,20 +6,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from titan_rl.config.auto import resolved
+from titan_rl.config.auto import threads
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
-from titan_rl.plan.measured import rates_of, steps_of
+from titan_rl.plan.measured import rates_of, resolved_of, steps_of
 from titan_rl.plan.rates import Rates, Work
 from titan_rl.plan.simulate import Simulation, simulate
-from titan_rl.preflight.memory import on_cpu
-from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.recorded_run import NoRun
-from titan_rl.wire.cores import host_memory
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.program import DONE, USAGE
 
-STEPS = 8
+STEPS = 8  # without a lag; with one, its first and last steps are more
 
 
 def advise(run: str) -> int:
@@ -47,10 +45,13 @@ def advice(config: Config, rates: Rates, work: Work, measured: list[float]) -> I
     yield ""
     yield f"{'simulated':<44}{'s a step':>10}{'tokens/s':>10}{'trainer idle':>14}{'engines idle':>14}{'age':>6}"
     tokens, found, bounds = work.answer.mean * work.turns.mean, dict[str, float](), dict[str, str]()
+    unknown = False
     for name, keys in changes(config).items():
         other = changed(config, keys)
+        if t.cores and threads_of(other) != threads_of(config):
+            name, unknown = f"{name} *", True
         try:
-            run = simulated(other, rates, work)
+            run = simulated(other, rates, work, STEPS * (1 + other.rollout.max_staleness_steps))
         except RunError as error:
             yield f"{name:<44}{error}"
             continue
@@ -60,6 +61,8 @@ def advice(config: Config, rates: Rates, work: Work, measured: list[float]) -> I
         age = fmean(step["policy_age/mean"] for step in run.steps)
         numbers = f"{run.seconds_per_step:>10.3g}{samples * tokens / run.seconds_per_step:>10,.0f}"
         yield f"{name:<44}{numbers}{run.trainers_idle:>14.0%}{run.engines_idle:>14.0%}{age:>6.2f}"
+    if unknown:
+        yield "* has other threads per process, whose rates this run does not tell: as if its own ones shared the cores"
     first, best = next(iter(found)), min(found, key=lambda name: found[name])
     gain = found[first] / found[best]
     yield ""
@@ -68,6 +71,11 @@ def advice(config: Config, rates: Rates, work: Work, measured: list[float]) -> I
     training = {"updates": t.update_s, "places": t.place_s * config.training.seq_len}
     terms = decoding if bounds[best] == "engines" else training
     yield f"then bound by the {bounds[best]}, by their {max(terms, key=lambda term: terms[term])}"
+
+
+def threads_of(config: Config) -> list[int]:
+    """Return the threads of each engine and of each trainer on this machine's cores."""
+    return [threads(config, kind, "cpu", usable_cores()) for kind in ("generator", "model")]
 
 
 def changes(config: Config) -> dict[str, Mapping[str, Any]]:
@@ -90,9 +98,6 @@ def changes(config: Config) -> dict[str, Mapping[str, Any]]:
     return tried
 
 
-def simulated(config: Config, rates: Rates, work: Work, steps: int = STEPS) -> Simulation:
+def simulated(config: Config, rates: Rates, work: Work, steps: int) -> Simulation:
     """Simulate the first steps of a config on the machine that had these rates."""
-    known = resolved(config, "cuda")
-    if rates.trainer.cores:
-        known = on_cpu(config, shape_of(config.model), host_memory())
-    return simulate(config, rates, work, steps=steps, resolved=known)
+    return simulate(config, rates, work, steps=steps, resolved=resolved_of(config, bool(rates.trainer.cores)))

@@ -29,7 +29,7 @@ DEGREES = (1, 2, 4, 8)
 MODES = ("none", "selective", "full")
 LAGS = (0, 1, 2)
 LORA_RANK = 16
-SIMULATED, STEPS = 3, 6  # plans, and steps of each
+SIMULATED, STEPS = 3, 6  # plans, and steps of each without a lag; with one, its first and last steps are more
 NEARLY = 1.02  # a larger lag must be faster by this
 PATIENCE = 4  # deadlines are this many times as long as estimated
 SEQUENCES = (16, 512)  # fewest and most of an engine
@@ -266,7 +266,8 @@ def simulated(case: Case, plan: Plan) -> Plan | None:
 
     line = plan.line
     try:
-        run = simulate(plan.config, line.rates, line.work, steps=STEPS, resolved=line.config)
+        steps = STEPS * (1 + plan.config.rollout.max_staleness_steps)
+        run = simulate(plan.config, line.rates, line.work, steps=steps, resolved=line.config)
     except RunError as error:
         case.rejected.append((str(plan), str(error)))
         return None

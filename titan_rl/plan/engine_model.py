@@ -271,7 +271,8 @@ class EngineModel:
             request, read = sample.open.request, len(sample.open.request.tokens) + sample.sampled
             names = request.affinity or (request.id,)
             prefix = next((self._prefixes[name] for name in names if name in self._prefixes), None)
-            cached = min(prefix.tokens, read - 1) if prefix else 0
+            block = self._rates.block
+            cached = min(prefix.tokens, read - 1) // block * block if prefix else 0
             if prefix is not None:
                 self._use(prefix)
             if self._running and self._full(read - cached + len(self._running) + 1):

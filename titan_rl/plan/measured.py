@@ -12,14 +12,20 @@ from statistics import fmean, median, pstdev
 
 import numpy as np
 
-from titan_rl.config.auto import on_device, threads
+from titan_rl.batch.experience import minibatches
+from titan_rl.batch.packing import fitted
+from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved, threads
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work
+from titan_rl.preflight.memory import on_cpu
+from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.recorded_run import NoRun, RecordedRun
 from titan_rl.record.samples import Sample, Samples
-from titan_rl.wire.cores import usable_cores
+from titan_rl.train.learner import Packer
+from titan_rl.wire import types as wire
+from titan_rl.wire.cores import host_memory, usable_cores
 
 COUNTS = ("steps", "tokens", "read")
 """Args of an engine's spans."""
@@ -38,39 +44,47 @@ class Stretched:
     id: int | None = None  # the prompt's or the rollout's
 
 
-def rates_of(folder: Path) -> tuple[Config, Rates, Work]:
+def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     """Return the config of a run, the rates that its parts had, and the tokens of its rollouts. Raise NoRun without
-    enough steps."""
+    enough steps. `cores`: how many times the work of one busy core all of them do; 0: they do not slow each other."""
+    cores = cores or float(usable_cores())
     lines, config = steps_of(folder), config_of(folder)
-    samples, shared = Samples(folder), fmean(line.get("tokens/shared", 0.0) for line in lines)
-    steps = {int(line["step"]) for line in lines}
-    found = [sample for step in sorted(steps) for sample in samples.of_step(step)]
+    samples = Samples(folder)
+    by_step = [list(samples.of_step(int(line["step"]))) for line in lines]
+    found = [sample for step in by_step for sample in step]
     if not any(sample.sampled for sample in found):
         raise NoRun(f"found no rollouts of its steps in {folder}")
     work = work_of(found)
     began = min(line["time"] - line["time/step"] for line in lines)
     spans = [span for span in spans_of(folder) if span.begin >= began]
-    places = (1 - shared) * sum(len(s.tokens) - 1 for s in found) / config.parallelism.dp
-    on_cpu = "memory/max_reserved_gib" not in lines[-1]
-    cores = usable_cores()
-    busy = [threads(config, kind, "cpu", cores) * float(on_cpu) for kind in ("generator", "model")]
-    asked = busy[0] * config.generator.replicas * config.generator.tensor_parallel_degree
-    asked += busy[1] * config.parallelism.world_size
-    contended = 1 + fmean(line["overlap"] for line in lines) * (max(1.0, asked / cores) - 1) * on_cpu
+    cpu = "memory/max_reserved_gib" not in lines[-1]
+    places = sum(places_of(step, config, cpu) for step in by_step if step)
+    of_replica, of_rank = [
+        min(cores, threads(config, kind, "cpu", usable_cores())) * float(cpu) for kind in ("generator", "model")
+    ]
+    engines = of_replica * config.generator.replicas * config.generator.tensor_parallel_degree
+    trainers = of_rank * config.parallelism.world_size
+    overlap = fmean(line["overlap"] for line in lines)
+
+    def slow(alone: float) -> float:
+        """Return how many times as long a side takes that alone keeps these cores busy."""
+        return (1 - overlap) * max(1.0, alone / cores) + overlap * max(1.0, (engines + trainers) / cores)
 
     def mean(key: str) -> float:
         return fmean(line.get(key, 0.0) for line in lines)
 
+    trainer = trainer_rates(spans, places, len(lines), slow(trainers), of_rank)
+    block = BLOCK_TOKENS["cpu" if cpu else "cuda"]
     return (
         config,
         Rates(
-            engine_rates(spans, contended, busy[0]),
-            trainer_rates(spans, places, len(lines), contended, busy[1]),
+            engine_rates(spans, slow(engines), of_replica, trainer.score_s, block),
+            trainer,
             SyncRates(mean("sync/publish_seconds"), mean("sync/read_seconds"), mean("sync/pause_seconds")),
             judge=spread([span.seconds for span in spans if span.name == "judge"]),
             environment=spread([*between_turns(spans)]),
             step_s=median(line["time/wait"] for line in lines),
-            cores=float(cores) if on_cpu else math.inf,
+            cores=cores if cpu else math.inf,
         ),
         work,
     )
@@ -94,13 +108,18 @@ def config_of(folder: Path) -> Config:
     return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
 
-def engine_rates(spans: list[Stretched], slow: float, cores: float) -> EngineRates:
-    """Fit seconds = step_s x steps + sequence_s x tokens + prefill_s x read tokens to the engines' spans. Earlier runs
-    did not count read tokens: the sampled ones then take their seconds too."""
+def engine_rates(spans: list[Stretched], slow: float, cores: float, forward_s: float, block: int) -> EngineRates:
+    """Fit seconds = step_s x steps + sequence_s x tokens + prefill_s x read tokens to the engines' spans. A few read
+    tokens say nothing of their seconds: with fewer than sampled ones each takes a trainer's forward pass of a place."""
     own = [span for span in spans if span.name == "sampling" and span.args.get("steps")]
     counts = np.array([[span.args.get(key, 0) for key in COUNTS] for span in own], float).reshape(-1, len(COUNTS))
-    step, token, read = _positive(counts, np.array([span.seconds for span in own]) / slow)
-    return EngineRates(step_s=step, sequence_s=token, prefill_s=read, cores=cores)
+    seconds = np.array([span.seconds for span in own]) / slow
+    _, tokens, read = counts.sum(0)
+    if read < tokens:
+        step, token = _positive(counts[:, :2], seconds - counts[:, 2] * forward_s)
+        return EngineRates(step_s=step, sequence_s=token, prefill_s=forward_s, block=block, cores=cores)
+    step, token, read = _positive(counts, seconds)
+    return EngineRates(step_s=step, sequence_s=token, prefill_s=read, block=block, cores=cores)
 
 
 def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float, cores: float) -> TrainerRates:
@@ -116,6 +135,25 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
         score_s=by_name["forward"] / places,
         cores=cores,
     )
+
+
+def places_of(samples: list[Sample], config: Config, cpu: bool) -> float:
+    """Return the places of a step that a rank computes, padding included, if answers share nothing but their prompt:
+    then so many does a simulated rank compute, whose answers have no text."""
+    t, dp = config.training, config.parallelism.dp
+    trained = list[wire.Sample]()
+    for k, sample in enumerate(samples):
+        prompt, size = _prompt(sample), min(len(sample.tokens), t.seq_len + 1)
+        tokens = np.where(np.arange(size) < prompt, sample.prompt_id, -1 - k)
+        trained.append(wire.Sample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
+    rows = Packer.of(config, resolved_of(config, cpu), 0).rows
+    parts = minibatches(trained, config.algorithm, config.rollout.group_size)
+    return sum(fitted(part, dp, t.seq_len, rows, share=True)[0].places for part in parts) / dp
+
+
+def resolved_of(config: Config, cpu: bool) -> Config:
+    """Return the config as the ranks of this machine, or of one with GPUs, work with it."""
+    return on_cpu(config, shape_of(config.model), host_memory()) if cpu else resolved(config, "cuda")
 
 
 def work_of(samples: list[Sample]) -> Work:

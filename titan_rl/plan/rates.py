@@ -43,6 +43,7 @@ class EngineRates:
     context_s: float = 0.0  # keys and values of one token
     prefill_s: float = 0.0  # one token of a prompt that is not cached
     cached_tokens: int = 0  # keys and values that fit; 0: no limit
+    block: int = 1  # tokens; contexts share whole blocks
     start_s: float = 60.0  # until a new replica serves
     cores: float = 0.0  # that it keeps busy, of Rates.cores
 

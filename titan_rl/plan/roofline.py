@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from titan_rl.config.auto import threads
+from titan_rl.config.auto import BLOCK_TOKENS, threads
 from titan_rl.config.sections import BYTES, Config, LoraSection, ParallelismSection
 from titan_rl.plan.facts import SMALL, Facts, Gpu
 from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work
@@ -68,9 +68,10 @@ class Roofline:
         busy = [threads(self.config, k, "cpu", usable_cores()) * float(self.on_cpu) for k in ("generator", "model")]
         cache = needs(self.config, self.shape, int(self.gpu.memory_gb * 2**30))["generator"].own.kept["KV cache"].nbytes
         cached = 0 if self.on_cpu else cache // cache_bytes_per_token(self.config, self.shape)
+        block = BLOCK_TOKENS["cpu" if self.on_cpu else "cuda"]
         started = self.facts.rates["engine_start"]
         return Rates(
-            EngineRates(**engine, cached_tokens=cached, start_s=started, cores=busy[0]),
+            EngineRates(**engine, cached_tokens=cached, block=block, start_s=started, cores=busy[0]),
             TrainerRates(**trainer, cores=busy[1]),
             SyncRates(**sync),
             environment=self.environment,

@@ -7,8 +7,8 @@ whose seconds come from rates.
 Not represented:
 - evaluations, checkpoints (their seconds), a cold start, several policies, tinker;
 - text: rewards always differ within a group, so dynamic sampling drops none; teacher_context reads nothing else;
-- blocks of the cache, chunks of a long prompt (a prompt stops the decoding of others while it is computed), speculative
-  decoding, and requests that are withdrawn;
+- blocks of the cache, except that contexts share whole ones; chunks of a long prompt (a prompt stops the decoding of
+  others while it is computed), speculative decoding, and requests that are withdrawn;
 - failed or hung environments and judges, lockstep; a branch of a rollout: each context continues the one before;
 - one rate for all model meshes; differences between replicas, rows or hosts, and contention of their networks;
 - losses of trainers: a fault is the loss of a replica;
