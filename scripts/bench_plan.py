@@ -34,7 +34,7 @@ LIMIT = 0.15
 FIRST, LAST = 8, 6  # steps left out: a run's initial backlog, and its end, when nothing is left to generate
 COMMON = {
     **{"eval.size": 0, "checkpoint.enable": "false", "metrics.trackers": "[]", "algorithm.max_dead_steps": 0},
-    "hosts.threads": 1,  # of each process in all runs: rates of one number say nothing of another
+    "hosts.threads": 1,  # processes with other numbers of threads have other rates
 }
 SMOLLM2 = {"rollout.groups_per_step": 4}
 CALC = {"cold_start.steps": 100, "cold_start.stop_at": 0, "environment.lockstep": "false"}

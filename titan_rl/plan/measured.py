@@ -138,8 +138,8 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
 
 
 def places_of(samples: list[Sample], config: Config, cpu: bool) -> float:
-    """Return the places of a step that a rank computes, padding included, if answers share nothing but their prompt:
-    then so many does a simulated rank compute, whose answers have no text."""
+    """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
+    simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
     trained = list[wire.Sample]()
     for k, sample in enumerate(samples):
