@@ -95,10 +95,12 @@ def main() -> int:
     a = parser.parse_args()
     rounds = [a.folder / str(k + 1) for k in range(a.rounds)]
     names = dict.fromkeys([*BESIDE, *(by for name in a.cases if (by := CASES[name].by)), *a.cases])
-    for folder, name in () if a.compare else product(rounds, names):
-        if not folder_of(name, folder).is_dir():
-            print(f"{folder.name}: {name}...", flush=True)
-            make(CASES[name], folder_of(name, folder))
+    missing = [(folder, name) for folder, name in product(rounds, names) if not folder_of(name, folder).is_dir()]
+    if a.compare and missing:
+        parser.error(f"--compare: expected all runs in {a.folder}, found none of {', '.join(n for _, n in missing)}")
+    for folder, name in missing:
+        print(f"{folder.name}: {name}...", flush=True)
+        make(CASES[name], folder_of(name, folder))
     predicted = [name for name in a.cases if CASES[name].by]
     cores = cores_of(rounds)
     rows = [row for name in predicted for row in compared(name, rounds, cores)]
