@@ -97,7 +97,7 @@ def main() -> int:
     names = dict.fromkeys([*BESIDE, *(by for name in a.cases if (by := CASES[name].by)), *a.cases])
     missing = [(folder, name) for folder, name in product(rounds, names) if not folder_of(name, folder).is_dir()]
     if a.compare and missing:
-        parser.error(f"--compare: expected all runs in {a.folder}, found none of {', '.join(n for _, n in missing)}")
+        parser.error(f"--compare: expected all runs in {a.folder}, found none of {'; '.join(n for _, n in missing)}")
     for folder, name in missing:
         print(f"{folder.name}: {name}...", flush=True)
         make(CASES[name], folder_of(name, folder))
