@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Hold the planner to account: predict runs from the rates of other runs, make them, and compare. Writes a CSV.
 
-    .venv/bin/python scripts/bench_plan.py              # 4 runs that are fitted, 8 predicted ones, twice: 45 minutes
+    .venv/bin/python scripts/bench_plan.py              # 4 runs that are fitted, 9 predicted ones, twice: 45 minutes
     .venv/bin/python scripts/bench_plan.py --compare    # only predict, and compare with the runs that are there
 
 A prediction simulates the run's config with the rates and the lengths of answers of another run of its round: none of

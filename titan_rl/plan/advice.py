@@ -6,14 +6,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from titan_rl.config.auto import threads
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.plan.measured import rates_of, resolved_of, steps_of
-from titan_rl.plan.rates import Rates, Work
+from titan_rl.plan.rates import Rates, Work, threads_of
 from titan_rl.plan.simulate import Simulation, simulate
 from titan_rl.record.recorded_run import NoRun
-from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.program import DONE, USAGE
 
@@ -71,11 +69,6 @@ def advice(config: Config, rates: Rates, work: Work, measured: list[float]) -> I
     training = {"updates": t.update_s, "places": t.place_s * config.training.seq_len}
     terms = decoding if bounds[best] == "engines" else training
     yield f"then bound by the {bounds[best]}, by their {max(terms, key=lambda term: terms[term])}"
-
-
-def threads_of(config: Config) -> list[int]:
-    """Return the threads of each engine and of each trainer on this machine's cores."""
-    return [threads(config, kind, "cpu", usable_cores()) for kind in ("generator", "model")]
 
 
 def changes(config: Config) -> dict[str, Mapping[str, Any]]:

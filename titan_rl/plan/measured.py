@@ -13,11 +13,11 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from titan_rl.batch.experience import minibatches
-from titan_rl.batch.packing import fitted
-from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved, threads
+from titan_rl.batch.packing import UpTo, fitted
+from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load_of_run
-from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work
+from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.preflight.memory import on_cpu
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import whole_lines
@@ -58,10 +58,9 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     began = min(line["time"] - line["time/step"] for line in lines)
     spans = [span for span in spans_of(folder) if span.begin >= began]
     cpu = "memory/max_reserved_gib" not in lines[-1]
-    places = sum(places_of(step, config, cpu) for step in by_step if step)
-    of_replica, of_rank = [
-        min(cores, threads(config, kind, "cpu", usable_cores())) * float(cpu) for kind in ("generator", "model")
-    ]
+    rows = Packer.of(config, resolved_of(config, cpu), 0).rows
+    places = sum(places_of(step, config, rows) for step in by_step if step)
+    of_replica, of_rank = (min(cores, number) * float(cpu) for number in threads_of(config))
     engines = of_replica * config.generator.replicas * config.generator.tensor_parallel_degree
     trainers = of_rank * config.parallelism.world_size
     overlap = fmean(line["overlap"] for line in lines)
@@ -114,12 +113,12 @@ def engine_rates(spans: list[Stretched], slow: float, cores: float, forward_s: f
     own = [span for span in spans if span.name == "sampling" and span.args.get("steps")]
     counts = np.array([[span.args.get(key, 0) for key in COUNTS] for span in own], float).reshape(-1, len(COUNTS))
     seconds = np.array([span.seconds for span in own]) / slow
-    _, tokens, read = counts.sum(0)
-    if read < tokens:
-        step, token = _positive(counts[:, :2], seconds - counts[:, 2] * forward_s)
-        return EngineRates(step_s=step, sequence_s=token, prefill_s=forward_s, block=block, cores=cores)
-    step, token, read = _positive(counts, seconds)
-    return EngineRates(step_s=step, sequence_s=token, prefill_s=read, block=block, cores=cores)
+    _, tokens, read = counts.T
+    if read.sum() < tokens.sum():
+        step, token, prefill = *_positive(counts[:, :2], seconds - read * forward_s), forward_s
+    else:
+        step, token, prefill = _positive(counts, seconds)
+    return EngineRates(step_s=step, sequence_s=token, prefill_s=prefill, block=block, cores=cores)
 
 
 def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float, cores: float) -> TrainerRates:
@@ -137,7 +136,7 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
     )
 
 
-def places_of(samples: list[Sample], config: Config, cpu: bool) -> float:
+def places_of(samples: list[Sample], config: Config, rows: int | UpTo) -> float:
     """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
     simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
@@ -146,7 +145,6 @@ def places_of(samples: list[Sample], config: Config, cpu: bool) -> float:
         prompt, size = _prompt(sample), min(len(sample.tokens), t.seq_len + 1)
         tokens = np.where(np.arange(size) < prompt, sample.prompt_id, -1 - k)
         trained.append(wire.Sample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
-    rows = Packer.of(config, resolved_of(config, cpu), 0).rows
     parts = minibatches(trained, config.algorithm, config.rollout.group_size)
     return sum(fitted(part, dp, t.seq_len, rows, share=True)[0].places for part in parts) / dp
 

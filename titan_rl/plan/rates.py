@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from titan_rl.config.auto import threads
+from titan_rl.config.sections import Config
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.seeds import derive
 
 
@@ -75,6 +78,12 @@ class Rates:
     environment: Spread = NOTHING  # seconds of a turn
     step_s: float = 0.0  # the controller's seconds in each step: packing, log lines, snapshot
     cores: float = math.inf  # that all parts share, if they are on one machine
+
+
+def threads_of(config: Config) -> tuple[int, int]:
+    """Return the threads of each engine and of each trainer on this machine's cores."""
+    cores = usable_cores()
+    return threads(config, "generator", "cpu", cores), threads(config, "model", "cpu", cores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from titan_rl.config.auto import BLOCK_TOKENS, threads
+from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import BYTES, Config, LoraSection, ParallelismSection
 from titan_rl.plan.facts import SMALL, Facts, Gpu
-from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work
+from titan_rl.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.preflight.memory import by_formula, cache_bytes_per_token, engine_weights, kept_per_token, needs
 from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.cores import usable_cores
@@ -65,7 +65,7 @@ class Roofline:
         sides = (self.engine, self.trainer, self.sync)
         engine, trainer, sync = ({key: sum(terms.values()) for key, terms in side.items()} for side in sides)
         cores = float(usable_cores()) if self.on_cpu else math.inf
-        busy = [threads(self.config, k, "cpu", usable_cores()) * float(self.on_cpu) for k in ("generator", "model")]
+        busy = [number * float(self.on_cpu) for number in threads_of(self.config)]
         cache = needs(self.config, self.shape, int(self.gpu.memory_gb * 2**30))["generator"].own.kept["KV cache"].nbytes
         cached = 0 if self.on_cpu else cache // cache_bytes_per_token(self.config, self.shape)
         block = BLOCK_TOKENS["cpu" if self.on_cpu else "cuda"]
