@@ -22,7 +22,6 @@ WRITTEN = {
             "StorageMeta",
             "TensorProperties",
             "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
         )
     ),
     (f"{DCP}.filesystem", "_StorageInfo"),
@@ -32,6 +31,9 @@ WRITTEN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
+ENUM = (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING")
+GETATTR = {("builtins", "getattr"), ("__builtin__", "getattr")}  # the latter up to protocol 2
+MEMBER = re.compile(r"[A-Z][A-Z_]*")
 DTYPE = re.compile(r"(bfloat|complex|float|u?int)\d+\w*|bool")
 
 
@@ -47,8 +49,23 @@ class _Empty(dict[Any, Any]):
     def __setstate__(self, state: object) -> None: ...
 
 
+class _Enum(_Empty):
+    """Stands for the only enum of DCP's metadata."""
+
+
+def _member(owner: object, name: object) -> _Empty:
+    """Stand for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum: it may read nothing else."""
+    if owner is not _Enum or not isinstance(name, str) or not MEMBER.fullmatch(name):
+        raise pickle.UnpicklingError(f"it would read the attribute {name!r} of what is no enum of a checkpoint")
+    return _Empty()
+
+
 class _Names(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ENUM:
+            return _Enum
+        if (module_name, global_name) in GETATTR:
+            return _member
         dtype = module_name == "torch" and DTYPE.fullmatch(global_name)
         if not dtype and (module_name, global_name) not in WRITTEN:
             raise pickle.UnpicklingError(f"it would call {module_name}.{global_name}, which no checkpoint needs")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from titan_rl.wire.checkpoint_pickle import foreign_content
 from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, export_damage, sum_files, write_sums
 
 
@@ -102,6 +104,8 @@ class Called:
         (pickle.dumps(Called(pickle.loads, b"")), "it would call _pickle.loads"),
         (b"cos\nsystem\n(S'touch planted'\ntR.", "it would call os.system"),
         (b"ctorch\nload\n(S'planted'\ntR.", "it would call torch.load"),
+        (b"cbuiltins\ngetattr\n(cpathlib\nPath\nS'unlink'\ntR.", "it would read the attribute 'unlink'"),
+        (pickle.dumps(Called(getattr, _MEM_FORMAT_ENCODING, "__class__")), "it would read the attribute '__class__'"),
         (b"whole", "invalid load key"),
         (b"", "Ran out of input"),
     ],
@@ -116,6 +120,17 @@ def test_a_metadata_that_would_call_something_is_refused_by_name(
     assert f".metadata cannot be read: {found}" in damage(tmp_path, read=True) or not content
     assert damage(tmp_path, read=True)
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_member_of_an_enum_is_read_however_python_pickles_it(tmp_path: Path, protocol: int) -> None:
+    """Python 3.11.0 to 3.11.3 call getattr for it, others the enum."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    content = [member, Called(getattr, _MEM_FORMAT_ENCODING, member.name), Called(_MEM_FORMAT_ENCODING, member.value)]
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(content, protocol))
+    assert pickle.loads(path.read_bytes()) == [member] * 3
+    assert foreign_content(path) == ""
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
