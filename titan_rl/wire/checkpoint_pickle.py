@@ -56,7 +56,7 @@ class _Enum(_Empty):
 def _member(owner: object, name: object) -> _Empty:
     """Stand for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum: it may read nothing else."""
     if owner is not _Enum or not isinstance(name, str) or not MEMBER.fullmatch(name):
-        raise pickle.UnpicklingError(f"it would read the attribute {name!r} of what is no enum of a checkpoint")
+        raise pickle.UnpicklingError(f"it would read the attribute {name!r}, which no checkpoint needs")
     return _Empty()
 
 
