@@ -26,6 +26,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 CAP_SYS_ADMIN = 21
+CAPABILITY_VERSION = 0x20080522  # of capset's arguments: a header, and two rows of three sets
 
 ALLOW = "Allow unprivileged user namespaces, or use a machine or container without other users"
 
@@ -87,6 +88,15 @@ def _enter() -> None:
         fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
         name, flags = struct.unpack("16sH22x", request)
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", name, flags | IFF_UP))
+    _drop_capabilities()
+
+
+def _drop_capabilities() -> None:
+    """Give up the capabilities that a user namespace gave to this thread. A program that an ordinary user's process
+    executes has none, and may open /proc/PID/fd only of a process that has no more: launchers of ranks do."""
+    if os.getuid() != 0 and _libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def start_outside(thread: threading.Thread) -> None:
@@ -117,6 +127,7 @@ def outside(function: Callable[[], T]) -> T:
 
 
 def _start_threads(threads: "SimpleQueue[threading.Thread]") -> None:
+    _drop_capabilities()
     while True:
         threads.get().start()  # in the network of the thread that starts it
 
