@@ -7,6 +7,8 @@ often not the cause. `Watch.cause` waits briefly for a death and reports that in
 
 import asyncio
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from contextlib import ExitStack, suppress
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 STALL_SECONDS = 15.0  # late calls to one mesh within this time share one report
 LOCAL_SECONDS = 0.5  # wait for a death on this host after a peer's collective broke
+SPARE_BYTES = 2**24  # a disk for temporary files with less free space is reported as full
 CAUSE_SECONDS = 5.0  # wait for a death on another host, and for Monarch's report, which may be later (environment.py)
 
 _waits: dict[int, Wait] = {}
@@ -127,13 +130,22 @@ _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)"
 def not_started(actor: str, report: str) -> RankFailed | None:
     """Turn Monarch's report of a process that it could not start into an error that names the rank."""
     if place := _NOT_STARTED.search(report):
-        hint = "Its output, or its worker's log, has the reason; the disk of that host's TMPDIR may be full."
+        hint = f"Its output, or its worker's log, has the reason.{_full_disk()}"
         return RankFailed(f"{actor} cannot be started on {place[1]}", f"{hint}\n{report}", rank=actor)
     if late := _UNANSWERED.search(report):
         hint = "The worker of its host is stopped, or so busy that it does not answer Monarch."
         what = f"{actor} was not started within {float(late['seconds']):.0f} s"
         return RankFailed(what, f"{hint}\n{report}", rank=actor)
     return None
+
+
+def _full_disk() -> str:
+    """Return a sentence if the disk of this machine's folder for temporary files is full, else ""."""
+    folder = tempfile.gettempdir()
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        return f" {folder} has only {free / 2**20:.1f} MiB free." if free < SPARE_BYTES else ""
+    return ""
 
 
 def failure(report: str) -> RankFailed:

@@ -38,7 +38,12 @@ def main() -> None:
         posix._exit(1)
     environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
     reports = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    reports.connect(report)
+    try:
+        reports.connect(report)
+    except OSError as error:
+        name = life_and_name.partition(b" ")[2].decode()
+        sys.stderr.write(f"titan_rl: the launcher of {name} cannot reach its controller at {report.decode()}: {error}\n")
+        posix._exit(1)
     reports.sendall(b"name " + life_and_name + b"\n")
     status = forked(reports, server, float(deadline), environment) if server else None
     if status is None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl import __version__
+from titan_rl import __version__, isolation
+from titan_rl.doctor import one_rank
 from titan_rl.doctor.installed import Packages, gather_packages
 from titan_rl.record.provenance import CHECKOUT, git_commit, machine
 from titan_rl.wire.gpus import driver, visible_gpus
@@ -96,7 +97,7 @@ class Kernel:
     read_memory: str  # process_vm_readv of another own process, as py-spy does
     pidfd: str
     ptrace_scope: int | None  # None: no Yama
-    user_namespaces: bool
+    isolation: str  # a network namespace that other users cannot enter
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class Facts:
     limits: Limits
     sockets: Sockets
     kernel: Kernel
+    rank: str  # one started as a run starts it; "" also without Monarch
     gpu: Gpu
     network: dict[str, tuple[str, ...]]
     disks: dict[str, Disk]
@@ -125,6 +127,7 @@ class Facts:
 def gather_facts() -> Facts:
     host = machine()
     read_memory, proc_fd = probe_child()
+    packages = gather_packages()
     outputs, cache = Path.cwd() / "outputs", Path.home() / ".cache"
     return Facts(
         identity={
@@ -136,7 +139,7 @@ def gather_facts() -> Facts:
             "prefix": sys.prefix,
         },
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        packages=gather_packages(),
+        packages=packages,
         cpu=gather_cpu(host),
         memory=gather_memory(),
         limits=gather_limits(),
@@ -147,10 +150,9 @@ def gather_facts() -> Facts:
             read_memory=read_memory,
             pidfd=attempt(lambda: os.close(os.pidfd_open(os.getpid()))),
             ptrace_scope=number("/proc/sys/kernel/yama/ptrace_scope"),
-            user_namespaces=number("/proc/sys/kernel/unprivileged_userns_clone") != 0
-            and number("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") in (None, 0)
-            and number("/proc/sys/user/max_user_namespaces") != 0,
+            isolation=isolation.refusal(),
         ),
+        rank=one_rank.reason() if "torchmonarch" in packages.found else "",
         gpu=Gpu(visible_gpus(), tuple(host["gpus"]), *driver()),
         network={"interfaces": entries("/sys/class/net"), "rdma": entries("/sys/class/infiniband")},
         disks={

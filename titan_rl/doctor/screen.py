@@ -11,7 +11,7 @@ from titan_rl.doctor.installed import ENGINES, Packages, Wanted, satisfies
 from titan_rl.doctor.machine_facts import Disk, Facts
 from titan_rl.doctor.verdicts import Problem, size
 
-SCHEMA = 1  # version of the JSON: raised when a key disappears or changes its meaning
+SCHEMA = 2  # version of the JSON: raised when a key disappears or changes its meaning
 GOOD = "no problems found: a run on the CPU would work"
 MARKS = {"error": "✗", "warning": "!"}
 
@@ -95,7 +95,7 @@ def describe(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "sockets", f"{works(tried)}; ports {sockets.ports or 'unknown'}; TMPDIR {sockets.tmpdir}"
     yama = "" if kernel.ptrace_scope is None else f" (ptrace_scope {kernel.ptrace_scope})"
     tried = {"/proc/PID/fd": kernel.proc_fd, f"ptrace{yama}": kernel.read_memory, "pidfd": kernel.pidfd}
-    tried["user namespaces"] = "" if kernel.user_namespaces else "disabled"
+    tried |= {"a private network": kernel.isolation, "a rank": facts.rank}
     yield "kernel", f"{kernel.version}: {works(tried)}"
     driver = f", driver {gpu.driver} for CUDA up to {gpu.cuda}" if gpu.driver else ""
     wanted = f"; torch needs CUDA {facts.packages.torch_cuda}" if facts.packages.torch_cuda else ""

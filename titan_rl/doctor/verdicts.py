@@ -9,6 +9,7 @@ from typing import Literal
 from titan_rl.doctor.installed import Wanted, satisfies
 from titan_rl.doctor.machine_facts import Facts
 from titan_rl.environment import LONGEST_TMPDIR
+from titan_rl.isolation import ALLOW
 from titan_rl.preflight.torch_build import as_numbers
 
 GIB = 2**30
@@ -190,6 +191,16 @@ def check_kernel(facts: Facts) -> Iterator[Problem]:
             f"py-spy cannot show where a rank hangs: {kernel.read_memory or scope}",
             "docker: --cap-add=SYS_PTRACE; elsewhere: sysctl kernel.yama.ptrace_scope=1",
         )
+    if kernel.isolation:
+        yield warning(
+            f"other users of this machine can reach a run: {kernel.isolation}", f"{ALLOW} (docs/security.md)"
+        )
+
+
+def check_rank(facts: Facts) -> Iterator[Problem]:
+    if facts.rank:
+        remedy = "mend what it names; if nothing else is wrong, python -m titan_rl.doctor.one_rank prints all of it"
+        yield error(f"no rank of a run can be started: {facts.rank}", remedy)
 
 
 def check_gpu(facts: Facts) -> Iterator[Problem]:
@@ -242,6 +253,7 @@ CHECKS: dict[str, Callable[[Facts], Iterator[Problem]]] = {
     "limits": check_limits,
     "sockets": check_sockets,
     "kernel": check_kernel,
+    "rank": check_rank,
     "gpu": check_gpu,
     "disks": check_disks,
 }

@@ -40,15 +40,15 @@ def test_the_screen_of_this_machine() -> None:
 def test_the_json_has_every_fact_and_no_secret() -> None:
     done = doctor("--json", SECRET_TOKEN="hunter2", ATEN_CPU_CAPABILITY="avx2")
     report = json.loads(done.stdout)
-    assert (done.returncode, report["schema"], report["ok"]) == (0, 1, True)
+    assert (done.returncode, report["schema"], report["ok"]) == (0, 2, True)
     assert [problem["level"] for problem in report["problems"] if "ATEN_CPU_CAPABILITY" in problem["text"]] == [
         "warning"
     ]
     assert all(problem.keys() == {"check", "level", "text", "remedy"} for problem in report["problems"])
     facts = report["facts"]
     assert facts.keys() == {
-        *("identity", "environment", "packages", "cpu", "memory", "limits", "sockets", "kernel", "gpu", "network"),
-        *("disks", "capability", "engine"),
+        *("identity", "environment", "packages", "cpu", "memory", "limits", "sockets", "kernel", "rank"),
+        *("gpu", "network", "disks", "capability", "engine"),
     }
     assert facts["packages"].keys() == {"found", "wanted", "damaged", "cuda_media", "torch_cuda"}
     assert facts["cpu"].keys() == {"model", "architecture", "cores", "usable", "quota", "flags"}
@@ -74,8 +74,9 @@ def test_broken_packages_are_not_imported(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
     done = doctor(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (1, "")
     assert "engines     torch " in done.stdout
+    assert "error: no rank of a run can be started: RuntimeError: monarch was imported" in done.stdout
 
 
 def test_a_torch_of_which_a_file_is_missing_is_named(tmp_path: Path) -> None:
