@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import tomllib
@@ -49,7 +50,10 @@ TICK, REMIND = 0.2, 20.0  # seconds between two drawings on a terminal; between 
 TAIL = 20  # lines of the log that a failure shows
 
 
-@dataclass(frozen=True, slots=True)
+MISSING = ("No solution found", "No matching distribution found")  # uv's and pip's words where no index has a package
+
+
+@dataclass(slots=True)
 class Installer:
     """Runs uv or pip; their output goes to the log."""
 
@@ -57,10 +61,23 @@ class Installer:
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
+    said: str = ""  # the output of the last call
 
     def install(self, *arguments: str, **changed: str) -> bool:
         """Return True if it succeeds. `changed` are environment variables: they are private, arguments are not."""
-        return run([*self.command, *arguments], self.name, self.log, {**self.environment, **changed}) == 0
+        before = self.log.stat().st_size if self.log.exists() else 0
+        code = run([*self.command, *arguments], self.name, self.log, {**self.environment, **changed})
+        with self.log.open("rb") as log:
+            log.seek(before)
+            self.said = log.read().decode(errors="replace")
+        return code == 0
+
+    @property
+    def reason(self) -> str:
+        """Return the line of its last output that tells why it failed: the first error, else the last line."""
+        lines = [line.strip(" \u00d7\n") for line in self.said.splitlines() if line.strip()]
+        errors = [line for line in lines if line.lower().startswith("error") or line.startswith(MISSING)]
+        return public((errors or lines[-1:] or ["it said nothing"])[0])
 
 
 def main(engine: str, dev: str, log: Path) -> int:
@@ -71,7 +88,10 @@ def main(engine: str, dev: str, log: Path) -> int:
     settings = pip_settings()
     offline = settings.get("no-index", "0").lower() in ("1", "true", "yes", "on")
     pip = Installer("pip", (*PIP, "install"), os.environ, log)
-    uv = path and Installer("uv", uv_command(path, offline), uv_environment(settings, os.environ), log)
+    uv = None
+    if path:
+        environment = uv_environment(settings, os.environ)
+        uv = Installer("uv", uv_command(path, offline), environment | writable_cache(environment, log), log)
     torch = cpu_torch() if engine == "cpu" else ""
     index = torch_index(uv or pip, torch, offline)
     if not (uv and install_with_uv(uv, project, engine, dev, torch, index)):
@@ -106,6 +126,8 @@ def torch_index(installer: Installer, torch: str, offline: bool) -> str:
     if f"torch=={version('torch')}" == torch or not torch:
         return ""
     if installer.install("--dry-run", "--no-deps", torch):  # reads an index page, and metadata
+        return ""
+    if not any(words in installer.said for words in MISSING):  # the installation will fail alike, and name the reason
         return ""
     index = os.environ.get("TORCH_INDEX") or TORCH_INDEX
     if offline:
@@ -150,7 +172,7 @@ def install_with_uv(uv: Installer, project: str, engine: str, dev: str, torch: s
     found = not index or uv.install("--no-deps", torch, UV_DEFAULT_INDEX=index)
     if found and uv.install(*options, "--editable", project):
         return True
-    say(f"uv failed, trying pip (the reason is in {log})")
+    say(f"uv failed, trying pip ({uv.reason}; all of it: {log})")
     return False
 
 
@@ -214,6 +236,30 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
         if value := settings.get(name, "").strip():
             own[variable] = separator.join(value.split()) if separator else value
     return own | dict(environment)
+
+
+def writable_cache(environment: Mapping[str, str], log: Path) -> dict[str, str]:
+    """Return a folder beside the log as uv's cache where the usual one cannot be written: uv does nothing without."""
+    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(environment.get("UV_CACHE_DIR") or Path(home, "uv"))
+    if not (why := unwritable(folder)):
+        return {}
+    own = log.with_name("uv-cache")
+    say(f"uv's cache {folder} cannot be written ({why}): taking {own}")
+    return {"UV_CACHE_DIR": str(own)}
+
+
+def unwritable(folder: Path) -> str:
+    """Return why no file can be written in a folder, which is made if it does not exist, or ""."""
+    if folder.parts[0] == "~":
+        return "this user has no home folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**16))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 @dataclass(slots=True)

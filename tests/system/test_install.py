@@ -69,7 +69,7 @@ def overridden(call: dict[str, str]) -> list[str]:
 
 
 def test_uv_is_given_what_pip_would_use(checkout: Checkout, tmp_path: Path) -> None:
-    env = stand_in(tmp_path / "bin") | {"UV_CACHE_DIR": "/cache", "PIP_EXTRA_INDEX_URL": "https://u:secret@host/simple"}
+    env = stand_in(tmp_path / "bin") | {"UV_CACHE_DIR": str(tmp_path / "cache"), "PIP_EXTRA_INDEX_URL": "https://u:secret@host/simple"}
     done = checkout.call("--extra", "cpu", **env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["args"] == []
@@ -83,7 +83,7 @@ def test_uv_is_given_what_pip_would_use(checkout: Checkout, tmp_path: Path) -> N
     ]
     assert call["cwd"] == str(checkout.root)
     assert call["environment"] == {
-        "UV_CACHE_DIR": "/cache",
+        "UV_CACHE_DIR": str(tmp_path / "cache"),
         "UV_FIND_LINKS": checkout.wheels.as_uri(),
         "UV_INDEX": "https://u:secret@host/simple",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
@@ -108,10 +108,32 @@ def test_what_each_extra_leaves_out(checkout: Checkout, tmp_path: Path) -> None:
 def test_pip_takes_over_where_uv_fails(checkout: Checkout, tmp_path: Path) -> None:
     done = checkout.call("--extra", "cpu", **stand_in(tmp_path / "bin"), STAND_IN="fails")
     assert done.returncode == 0, done.stderr
-    assert f"titan_rl: uv failed, trying pip (the reason is in {checkout.log})" in done.stderr.splitlines()
+    assert f"titan_rl: uv failed, trying pip (No solution found; all of it: {checkout.log})" in done.stderr.splitlines()
     assert "No solution found" in checkout.log.read_text()
     assert "Successfully installed" in checkout.log.read_text()
     assert checkout.call().stderr == ""
+
+
+@pytest.mark.parametrize("case", ["no home", "a file"])
+def test_a_cache_that_cannot_be_written_is_replaced_at_once(tmp_path: Path, case: str) -> None:
+    """By the real uv's own in .venv, with one line."""
+    checkout = clone(tmp_path)
+    checkout.add_torch()
+    env, file = with_uv(tmp_path), tmp_path / "file"
+    file.touch()
+    if case == "no home":
+        del env["UV_CACHE_DIR"]
+        env |= {"HOME": str(file / "home"), "XDG_CACHE_HOME": ""}
+        usual, why = file / "home/.cache/uv", "Not a directory"
+    else:
+        env["UV_CACHE_DIR"] = str(file)
+        usual, why = file, "File exists"
+    done = checkout.call("--extra", "cpu", **env)
+    assert done.returncode == 0, done.stderr
+    own = checkout.log.with_name("uv-cache")
+    assert f"titan_rl: uv's cache {usual} cannot be written ({why}): taking {own}" in done.stderr.splitlines()
+    assert "trying pip" not in done.stderr
+    assert "found no torch" not in done.stderr
 
 
 def test_without_uv_pip_installs_and_says_so(checkout: Checkout) -> None:

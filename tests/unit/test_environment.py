@@ -69,7 +69,8 @@ def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(sh
 )
 def test_runs_in_two_containers_that_share_tmp_keep_their_folders(short: Path) -> None:
     """Each has the same pid, and sees no process of the other."""
-    with holder(short, *NEW_PIDS) as one, holder(short, *NEW_PIDS) as other:
+    own = {"USER": f"titan_rl-{os.getuid()}"}  # root's folder of logs in /tmp may be another user's
+    with holder(short, *NEW_PIDS, **own) as one, holder(short, *NEW_PIDS, **own) as other:
         folders = {folder_of(one), folder_of(other)}
         assert len(folders) == 2
         assert all(folder.is_dir() for folder in folders)

@@ -321,6 +321,6 @@ class EpisodeLoop:
 
 def _late_place(error: BaseException) -> str:
     """Return where the code was when its deadline passed."""
-    cancelled = error.__cause__ or error
+    cancelled = error.__cause__ or error.__context__ or error  # Python before 3.11.3 sets no cause
     notes = getattr(cancelled, "__notes__", ())
     return notes[0] if notes else error_place(cancelled)
