@@ -42,7 +42,9 @@ def main() -> None:
         reports.connect(report)
     except OSError as error:
         name = life_and_name.partition(b" ")[2].decode()
-        sys.stderr.write(f"titan_rl: the launcher of {name} cannot reach its controller at {report.decode()}: {error}\n")
+        sys.stderr.write(
+            f"titan_rl: the launcher of {name} cannot reach its controller at {report.decode()}: {error}\n"
+        )
         posix._exit(1)
     reports.sendall(b"name " + life_and_name + b"\n")
     status = forked(reports, server, float(deadline), environment) if server else None

@@ -61,13 +61,44 @@ def private_folder(shared: Path | None = None) -> Iterator[Path]:
     shared = shared or Path(tempfile.gettempdir())
     remove_abandoned(shared)
     folder, lock = _locked_folder(shared)
-    with lock, _set_variable("TMPDIR", str(folder)):
+    with lock, _set_variable("TMPDIR", str(folder)), _writable_caches(shared, folder):
         before, tempfile.tempdir = tempfile.tempdir, str(folder)  # gettempdir() has cached the shared folder
         try:
             yield folder
         finally:
             tempfile.tempdir = before
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def cache_home() -> Path:
+    """Return the folder in which programs of this user keep their caches, which may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def unwritable(folder: Path) -> str:
+    """Return why no file can be written in a folder, which is made if it does not exist, or ""."""
+    if folder.parts[0] == "~":
+        return "this user has no home folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**16))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+@contextmanager
+def _writable_caches(shared: Path, private: Path) -> Iterator[None]:
+    """Where the user's folder for caches cannot be written, give this process and its children one in `shared`."""
+    usual = cache_home()
+    if why := unwritable(usual):
+        own = _user_folder(shared, "titan_rl_cache", private)
+        print(f"titan_rl: {usual} cannot be written ({why}): models and caches go to {own}", file=sys.stderr)
+        with _set_variable("XDG_CACHE_HOME", str(own)), _set_variable("TRITON_HOME", str(own)):
+            yield
+    else:
+        yield
 
 
 def _locked_folder(shared: Path) -> tuple[Path, BinaryIO]:
@@ -123,7 +154,8 @@ def remove_abandoned(base: Path) -> None:
 def claim_monarch_log_folder(shared: Path = Path("/tmp")) -> None:
     """Make /tmp/USER, in which Monarch appends to monarch_log.log, or exit: no setting of Monarch's changes this path,
     and another user who made it first could link the log to any file of this user."""
-    name = (os.environ.get("USER") or _name_of_user()).partition("/")[0]
+    os.environ["USER"] = os.environ.get("USER") or _name_of_user()  # libraries fail for a user id without a name
+    name = os.environ["USER"].partition("/")[0]
     folder, log = shared / name, shared / name / "monarch_log.log"
     if not name or not shared.is_dir():
         return
@@ -154,16 +186,19 @@ def _name_of_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        return ""
+        return f"uid{os.getuid()}"
 
 
 def compile_cache(base: Path, folder: Path) -> str:
-    """Return the folder for compiled code, which outlives a run. In a shared folder for temporary files another user
-    may have created it, to have their code executed: then the run uses a private one."""
-    if configured := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return configured
-    shared = base / f"torchinductor_{os.getuid()}"
+    """Return the folder for compiled code, which outlives a run."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(_user_folder(base, "torchinductor", folder))
+
+
+def _user_folder(base: Path, name: str, private: Path) -> Path:
+    """Return the folder of this name and this user in `base`, the folder for temporary files. Another user may have
+    created it, to have their code executed: then return one in the run's private folder."""
+    shared = base / f"{name}_{os.getuid()}"
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)
-    private = _is_own_folder(shared) and not shared.lstat().st_mode & 0o022
-    return str(shared if private else folder / "torchinductor")
+    own = _is_own_folder(shared) and not shared.lstat().st_mode & 0o022
+    return shared if own else private / name

@@ -26,7 +26,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 CAP_SYS_ADMIN = 21
-CAPABILITY_VERSION = 0x20080522  # of capset's arguments: a header, and two rows of three sets
+CAPABILITY_VERSION = 0x20080522  # the arguments of capset: a header, and two rows of three sets
 
 ALLOW = "Allow unprivileged user namespaces, or use a machine or container without other users"
 
@@ -41,6 +41,8 @@ _outsider: "SimpleQueue[threading.Thread] | None" = (
 def isolate() -> str:
     """Move the calling thread, and all that it starts from now on, into a new network. Return why that is not possible,
     or "". Call it while the process has no other thread: only then can it enter a user namespace."""
+    if (threads := len(os.listdir("/proc/self/task"))) > 1 and not _capable(CAP_SYS_ADMIN):
+        return f"this process has {threads} threads, and only one with a single thread can enter a user namespace"
     if not (reason := refusal()):
         _enter()
     return reason

@@ -22,6 +22,8 @@ from support.running import Runs
 from titan_rl.meshes.fork_servers import OFF, VARIABLE
 from titan_rl.wire.worker_address import takes_connections
 
+pytestmark = pytest.mark.root
+
 ALONE = ["unshare", "--kill-child", "--pid", "--fork", "--mount-proc"]
 KEYS: dict[str, Any] = {
     "cold_start__steps": 2,

@@ -69,7 +69,10 @@ def overridden(call: dict[str, str]) -> list[str]:
 
 
 def test_uv_is_given_what_pip_would_use(checkout: Checkout, tmp_path: Path) -> None:
-    env = stand_in(tmp_path / "bin") | {"UV_CACHE_DIR": str(tmp_path / "cache"), "PIP_EXTRA_INDEX_URL": "https://u:secret@host/simple"}
+    env = stand_in(tmp_path / "bin") | {
+        "UV_CACHE_DIR": str(tmp_path / "cache"),
+        "PIP_EXTRA_INDEX_URL": "https://u:secret@host/simple",
+    }
     done = checkout.call("--extra", "cpu", **env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["args"] == []

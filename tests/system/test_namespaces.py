@@ -19,6 +19,8 @@ from support.running import Run, Runs
 from titan_rl.meshes.fork_servers import VARIABLE
 from titan_rl.wire.certificates import make_certificates
 
+pytestmark = pytest.mark.root
+
 HOSTS = ("node1", "node2", "node3")
 HEAD = "head"
 KEYS: dict[str, Any] = {

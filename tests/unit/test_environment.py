@@ -12,6 +12,7 @@ import pytest
 
 from titan_rl.environment import (
     LONGEST_TMPDIR,
+    cache_home,
     claim_monarch_log_folder,
     compile_cache,
     private_folder,
@@ -185,5 +186,39 @@ def test_monarchs_log_folder_is_made_private(short: Path, monkeypatch: pytest.Mo
     claim_monarch_log_folder(short)
     assert (short / "someone").stat().st_mode & 0o777 == 0o755
     monkeypatch.delenv("USER")
-    monkeypatch.setattr("titan_rl.environment._name_of_user", lambda: "")  # a user without a name in a container
+    monkeypatch.setattr("titan_rl.environment._name_of_user", lambda: "uid77")  # a user without a name in a container
     claim_monarch_log_folder(short)
+    assert os.environ["USER"] == "uid77"
+    assert (short / "uid77").is_dir()
+
+
+@pytest.mark.parametrize("home", ["missing", "read-only"])
+def test_caches_move_where_the_users_cannot_be_written(
+    short: Path, home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (short / "file").touch()
+    usual = Path("/proc/caches") if home == "read-only" else short / "file/home/.cache"
+    monkeypatch.setenv("HOME", str(usual.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(usual) if home == "read-only" else "")
+    own = short / f"titan_rl_cache_{os.getuid()}"
+    for _ in range(2):
+        with private_folder(short):
+            assert cache_home() == own
+            assert os.environ["TRITON_HOME"] == str(own)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"titan_rl: {usual} cannot be written (")
+        assert line.endswith(f": models and caches go to {own}")
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)  # others may have written there
+    with private_folder(short) as private:
+        assert cache_home() == private / "titan_rl_cache"
+
+
+def test_a_user_without_a_home_or_a_name_runs_the_programs(short: Path) -> None:
+    """As a user id of a container without an entry in /etc/passwd."""
+    code = "import os; os.path.expanduser = lambda path: str(path)\n"
+    code += "from titan_rl.environment import cache_home, unwritable; print(unwritable(cache_home()))\n"
+    code += "import titan_rl.doctor.screen, titan_rl.fetch.models"
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("this user has no home folder\n", "")

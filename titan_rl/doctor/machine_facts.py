@@ -23,6 +23,7 @@ from typing import Any
 from titan_rl import __version__, isolation
 from titan_rl.doctor import one_rank
 from titan_rl.doctor.installed import Packages, gather_packages
+from titan_rl.environment import cache_home
 from titan_rl.record.provenance import CHECKOUT, git_commit, machine
 from titan_rl.wire.gpus import driver, visible_gpus
 
@@ -128,7 +129,7 @@ def gather_facts() -> Facts:
     host = machine()
     read_memory, proc_fd = probe_child()
     packages = gather_packages()
-    outputs, cache = Path.cwd() / "outputs", Path.home() / ".cache"
+    outputs, cache = Path.cwd() / "outputs", cache_home()
     return Facts(
         identity={
             "titan_rl": __version__,

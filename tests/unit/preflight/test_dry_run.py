@@ -117,9 +117,12 @@ def test_quantized_rollouts_and_their_correction_are_announced(capsys: pytest.Ca
         assert part in plan
 
 
-def test_routing_replay_and_the_bytes_of_its_routes_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_routing_replay_and_the_bytes_of_its_routes_are_announced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     mixture = ["--model.name", "qwen3_moe", "--model.n_layers", "4", "--model.experts", "300"]
     run = ["--config", "grpo_llama", *mixture, "--model.experts_per_token", "3", "--training.seq_len", "127"]
+    run += ["--job.dump_folder", str(tmp_path / "run")]
     assert main([*run, "--algorithm.routing_replay", "true", "--record.batches", "2", "--dry-run"]) == 0
     plan = " ".join(capsys.readouterr().out.split())
     assert "trainers take the generator's 3 experts in 4 layers: 24 B per token, up to 1.5 MiB per step" in plan

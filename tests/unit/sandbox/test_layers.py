@@ -107,7 +107,7 @@ def test_this_kernel_has_every_layer() -> None:
     ForkServer(SandboxSection(), [*LAYERS, *ALWAYS]).end()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives the code another user")
+@pytest.mark.root
 def test_a_server_becomes_a_user_without_processes() -> None:
     *taken, free = UNUSED_USERS
     sleeping = [subprocess.Popen(["sleep", "60"], user=user) for user in taken]

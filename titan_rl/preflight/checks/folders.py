@@ -41,7 +41,7 @@ EXPERIMENT = (
 
 def check_folders(config: Config) -> Iterator[str]:
     name = config.job.dump_folder
-    if not name.strip() or "://" in name or Path(name).absolute() in (Path("/"), Path.home()):
+    if not name.strip() or "://" in name or Path(name).absolute() in (Path("/"), Path(os.path.expanduser("~"))):
         yield f"job.dump_folder: expected the name of a folder on this machine, found {as_toml(name)}"
         return
     try:
