@@ -148,7 +148,7 @@ class Engine:
             if on_cpu:
                 use_given_threads()
                 vllm_cpu.patch()
-                if settings.adapter_rank:
+                if settings.adapter_rank or settings.folder_rank:
                     vllm_cpu.apply_adapters()
             import_vllm_model(settings.model_dir)
         meet_in_file()
