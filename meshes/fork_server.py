@@ -60,6 +60,7 @@ SET_LATER = b"OMP_NUM_THREADS", b"PYTHONPATH"  # in actors/imports.py, and in `b
 
 REQUEST_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
+CAPABILITY_VERSION = 0x20080522  # as in titan_rl/isolation.py
 NAMESPACES = {"user": 0x10000000, "net": 0x40000000}  # in the order to enter them
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -201,6 +202,8 @@ def enter_namespaces(pid: int) -> None:
             with open(theirs, "rb") as namespace:
                 if _libc.setns(namespace.fileno(), flag) != 0:
                     raise OSError(ctypes.get_errno(), f"cannot enter {theirs}: {os.strerror(ctypes.get_errno())}")
+    if os.getuid() != 0:  # a rank that started cold has none, and opens /proc/PID/fd only of ranks that have no more
+        _libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
 
 
 def become(request: Request, own: dict[bytes, bytes]) -> None:

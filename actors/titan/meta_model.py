@@ -59,12 +59,13 @@ def cut(question: MeshQuestion) -> ShardedModel:
         )
         groups, trained = private.group_sizes(model), private.group_sizes(model, trained=True)
     held = [elements(a) + elements(b) for a, b in zip(layouts, changed, strict=True)]
+    synced = layouts if config.lora.in_vllm is None else [a + b for a, b in zip(layouts, changed, strict=True)]
     return ShardedModel(
         held=max(held),
         whole=sum(groups.values()),
         block=max(size for name, size in groups.items() if "layers." in name),
         last=max(size for name, size in groups.items() if "lm_head" in name),
-        sent=sent(layouts, question),
+        sent=sent(synced, question),
         adapters=max(map(elements, changed)),
         adapters_whole=sum(trained.values()) if adapters else 0,
     )

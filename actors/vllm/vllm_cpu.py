@@ -115,10 +115,10 @@ def keep_expert_weights() -> None:
 
 
 def apply_adapters() -> None:
-    """Make adapted layers multiply the tokens of each slot by A and B of its adapter, and leave tokens of the base alone.
+    """Make adapted layers multiply the tokens of each slot by A and B of its adapter, and skip tokens of the base.
 
-    vLLM copies A and B for every token, to serve several adapters: memory grows with tokens x rank x width. For tokens of
-    the base it takes index -1 as the last slot (docs/upstream/issues/vllm-cpu-lora-base.md).
+    vLLM copies A and B for every token, to serve several adapters: memory grows with tokens x rank x width. For tokens
+    of the base it takes index -1 as the last slot (docs/upstream/issues/vllm-cpu-lora-base.md).
     """
     from torch.nn.functional import linear
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU

@@ -307,8 +307,9 @@ def test_a_full_disk_of_one_host_is_named(
 ) -> None:
     disk = odd["disk"]
     (tmp_path / "x").write_bytes(b"x" * 2**21)
-    fill = ["nsenter", "-t", str(disk.process.pid), "-m", "sh", "-c", f"cat {tmp_path}/x > {disk.log.parent}/disk/full"]
-    subprocess.run(fill, check=False, capture_output=True)
+    inside = ["-m", *([] if os.getuid() == 0 else ["-U", "--preserve-credentials"])]
+    fill = ["sh", "-c", f"cat {tmp_path}/x > {disk.log.parent}/disk/full"]
+    subprocess.run(["nsenter", "-t", str(disk.process.pid), *inside, *fill], check=False, capture_output=True)
     run = runs.start(tmp_path / "run", **keys(pair[0].address, disk.address, training__steps=1))
     out = said(run)
     assert run.code == 1, out

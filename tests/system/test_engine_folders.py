@@ -1,4 +1,4 @@
-"""A real vLLM that reads adapters from folders, as Tinker's clients publish them: the base, and more adapters than slots.
+"""A real vLLM that reads adapters from folders, as Tinker's clients publish them: more adapters than slots, and the base.
 
 As in test_engine.py, one test runs this file's check_* functions in a separate pytest process.
 """
@@ -61,7 +61,9 @@ def check_the_base_beside_five_adapters_is_the_base(
     everyone = [*range(VERSIONS), BASE]
     for count, others in enumerate(([BASE], *([BASE, seed] for seed in range(VERSIONS)), everyone, everyone[::-1])):
         requests = [
-            Request(f"{count} {seed}", CONTEXT, [0, 1], Sampling(6), adapter="" if seed == BASE else str(versions[seed]))
+            Request(
+                f"{count} {seed}", CONTEXT, [0, 1], Sampling(6), adapter="" if seed == BASE else str(versions[seed])
+            )
             for seed in others
         ]
         done = run(engine, *requests)

@@ -54,9 +54,9 @@ class LoraSection:
     base_dtype: DtypeChoice = "auto"
     """Dtype in which the trainer keeps the frozen weights. Adapters have training.dtype. "auto":
     training.mixed_precision_param."""
-    sync: Literal["merge", "adapter"] = "merge"
-    """What a weight sync moves: "merge" the whole model, with the adapters added to its weights; "adapter" the adapters
-    alone, which vLLM applies."""
+    sync: Literal["auto", "adapter", "merge"] = "auto"
+    """What a weight sync moves: "adapter" the adapters alone, which vLLM applies; "merge" the whole model, with the
+    adapters added to its weights: in 16 bits that rounds most of an update away. "auto": "adapter" where vLLM can."""
 
     @property
     def in_vllm(self) -> "LoraSection | None":

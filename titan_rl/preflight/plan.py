@@ -8,6 +8,7 @@ from pathlib import Path
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.adapter_sync import with_adapter_sync
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
@@ -115,6 +116,7 @@ def prepare(
     folder = Path(config.job.dump_folder).absolute()
     policy = policy_of(config, scratch)
     shape, tokenizer = policy.shape, policy.tokenizer
+    config = with_adapter_sync(config, shape, device)
     task, dropped = task_of(config, tokenizer)
     judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
     if rubric.names == ["model"]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
+from titan_rl.preflight.adapter_sync import check_adapter_sync, merge_warning, with_adapter_sync
 from titan_rl.preflight.checks import (
-    adapters,
     algorithm,
     folders,
     hosts,
@@ -89,11 +89,12 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
     if shape is None:
         return
+    config = with_adapter_sync(config, shape, device)
     yield from model.check_dimensions(config, shape)
     yield from model.check_parallelism(config, shape)
     yield from model.check_quantization(config, shape, device)
     yield from model.check_lora(config, shape)
-    yield from adapters.check_adapter_sync(config, shape, device)
+    yield from check_adapter_sync(config, shape, device)
     yield from algorithm.check_sampling(config, shape)
     yield from algorithm.check_routing_replay(config, shape)
     yield from model.check_roles(config, shape)
@@ -118,6 +119,8 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
     found += [*task.data_warnings(config), *trackers.tracker_warnings(config)]
     if shape := usable_shape(config)[0]:
+        found += merge_warning(config, shape, device)
+        config = with_adapter_sync(config, shape, device)
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0, counts)
         found += machine.snapshot_warning(config, shape) if gpus.here else ()
     return found

@@ -120,7 +120,7 @@ def _check_experts(mesh: str, p: ParallelismSection, shape: ModelShape) -> Itera
 def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
     wrong, lora = partial(problem, config), config.lora
     if not lora.on:
-        if lora.targets or lora.sync != "merge":
+        if lora.targets or lora.sync not in ("auto", "merge"):
             key = "targets" if lora.targets else "sync"
             yield wrong("lora.rank", f"at least 1, because lora.{key} is set")
         return
