@@ -127,10 +127,13 @@ class Landing:
             fell_back=self._fell_back,
         )
 
-    async def write_weights(self, timeout: float) -> ReaderCost:
-        """Overwrite the live parameters with the fetched bytes. Until this returns they hold no version."""
+    async def write_weights(self, timeout: float, version: int | None = None) -> ReaderCost:
+        """Overwrite the live parameters with the fetched bytes. Until this returns they hold no version. `version`: the
+        one that the caller will serve, which every manifest must name."""
         if self._announced is None:
             raise RuntimeError("expected a completed fetch_weights() before write_weights(), found none")
+        if strange := {each.version for each in self._announced} - {version} if version is not None else set():
+            raise WeightsRefused(f"expected manifests of version {version}, found {', '.join(map(str, strange))}")
         manifests, self._announced, self._held = self._announced, None, None
         began, before = time.perf_counter(), self._received
         self._put(manifests, self._wanted)

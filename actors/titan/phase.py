@@ -212,7 +212,9 @@ class Phase:
                 grad_norm = self._model.clip_gradients(self._model.config.training.max_norm)
             with span("optimizer"):
                 self.settle()
-                if math.isfinite(grad_norm):  # it is the mesh's, so all ranks agree; else the weights would be spoilt
+                # The norm is the mesh's, so all ranks agree. One that is not finite would spoil the weights; one of 0
+                # taught nothing, and Adam would still move them by its moments.
+                if 0 < grad_norm < math.inf:
                     self._optimizers.step()
                 self._optimizers.zero_grad()
         return replace(reduction, grad_norm=grad_norm, routed=routed)

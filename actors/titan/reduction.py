@@ -69,12 +69,15 @@ class Reduction:
 
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
-    """Join a step's updates: means are averaged, extrema kept, histograms added. The log-prob gap to the generator,
-    and what its replayed routes agree with, are taken from the first update: later ones train other weights than the
-    generator's, which the ratio measures."""
+    """Join a step's updates: means and losses are averaged by their tokens, extrema kept, histograms added. The
+    log-prob gap to the generator, and what its replayed routes agree with, are the first update's: later ones train
+    other weights than the generator's, which the ratio measures."""
+    tokens = sum(u.tokens for u in updates)
 
     def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
+        if not tokens:
+            return sum(values) / len(values)
+        return sum(u.tokens * value for u, value in zip(updates, values, strict=True)) / tokens
 
     first = updates[0]
     metrics = {name: mean([u.means[name] for u in updates]) for name in first.means}
@@ -88,9 +91,9 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
         metrics |= replay_metrics(routed[0].replay_3)
     return StepStats(
         loss=mean([u.loss for u in updates]),
-        grad_norm=mean([u.grad_norm for u in updates]),
+        grad_norm=sum(u.grad_norm for u in updates) / len(updates),
         lr=lr,
-        tokens=sum(u.tokens for u in updates),
+        tokens=tokens,
         seconds=seconds,
         busy=busy,
         skipped=sum(not math.isfinite(u.grad_norm) for u in updates),

@@ -254,7 +254,7 @@ class Generator(Actor):
         self._engine.suspend(slot)
         landing = span.now()
         try:
-            written: ReaderCost = await self._landings[slot].write_weights(timeout)
+            written: ReaderCost = await self._landings[slot].write_weights(timeout, version)
             span.parts(landing, write=written.write, verify=written.verify)
             outcome: ReaderCost | WeightsRefused = written
         except WeightsRefused as error:

@@ -12,6 +12,7 @@ from support.trainer_cases import columns_of, config
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import UpTo, unpack
 from titan_rl.config.choices import Family
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmSection, Config, CriticSection, OptimizerSection, TrainingSection
 from titan_rl.train.learner import Packer
 from titan_rl.wire.kept_sets import KeptSets, packed
@@ -22,14 +23,14 @@ GROUP = 4
 SEQ_LEN = 90  # no multiple of the parts
 ALGORITHMS = {
     "grpo": AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
-    "gspo": AlgorithmSection(name="gspo", kl_coef=0.05, minibatches=2),
-    "dr_grpo": AlgorithmSection(name="dr_grpo", correction="sequence_tis"),
-    "ppo": AlgorithmSection(name="ppo", minibatches=2, epochs=2),
+    "gspo": preset("gspo", kl_coef=0.05, minibatches=2),
+    "dr_grpo": preset("dr_grpo", correction="sequence_tis"),
+    "ppo": preset("ppo", minibatches=2, epochs=2),
     "kept": AlgorithmSection(kl_coef=0.05),
-    "dpo": AlgorithmSection(name="dpo"),
-    "orpo": AlgorithmSection(name="orpo"),
-    "critic": AlgorithmSection(name="ppo"),
-    "reward_model": AlgorithmSection(name="reward_model"),
+    "dpo": preset("dpo"),
+    "orpo": preset("orpo"),
+    "critic": preset("ppo"),
+    "reward_model": preset("reward_model"),
 }
 
 

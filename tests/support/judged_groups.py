@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from titan_rl.config.presets import PRESETS
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
@@ -14,8 +14,7 @@ TOOL = 77  # the token that a tool said
 
 
 def algorithm(name: str = "grpo", **keys: Any) -> AlgorithmSection:
-    values: dict[str, Any] = {"name": name, **PRESETS[name], **keys}
-    return AlgorithmSection(**values)
+    return preset(name, **keys)  # pyright: ignore[reportArgumentType]
 
 
 def rollout(reward: float, tokens: int = 2, *, penalty: float = 0.0, cut: bool = False) -> Rollout:

@@ -1,4 +1,4 @@
-"""A real vLLM that reads adapters from folders, as Tinker's clients publish them: more adapters than slots, and the base.
+"""A real vLLM that reads adapters from folders, as Tinker's clients publish them: more adapters than slots, and a base.
 
 As in test_engine.py, one test runs this file's check_* functions in a separate pytest process.
 """

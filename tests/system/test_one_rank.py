@@ -255,3 +255,33 @@ def test_the_entropys_control_resumes_to_the_last_bit(tmp_path: Path) -> None:
         assert all(0.4 < share < 0.6 for *_, share in one["whole"])
     assert len(resumed) == 2
     assert changed["coefs"] == [0, 0.012]
+
+
+DEAD = """
+from titan_rl.config.presets import preset
+config = replace(config, algorithm=preset("grpo"))
+model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
+model.initialize()
+model.begin_phase("rl", 0)
+
+def step_of(advantage):
+    tokens = np.random.default_rng(7).integers(3, 60, 12).tolist()
+    columns = {"behaviour": np.full(12, -4.0), "advantage": np.full(12, advantage)}
+    batches = pack([Sample(tokens, [0] + [1] * 11, columns)], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
+    return model.step(batches).grad_norm
+
+moved = [model.checksum()]
+norms = []
+for advantage in (1.0, 0.0, 0.0, -1.0):
+    norms.append(step_of(advantage))
+    moved.append(model.checksum())
+tell(norms=norms, moved=[a != b for a, b in zip(moved, moved[1:])], step=model.phase.state.step)
+"""
+
+
+def test_a_step_without_any_advantage_does_not_move_the_weights(tmp_path: Path) -> None:
+    """Adam's moments of earlier steps would, and its decay."""
+    (found,) = results_of_rank(DEAD, tmp_path)
+    assert found["moved"] == [True, False, False, True]
+    assert found["norms"][1:3] == [0.0, 0.0]
+    assert found["step"] == 4

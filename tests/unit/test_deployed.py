@@ -10,8 +10,8 @@ import pytest
 from titan_rl import audit, ctl, export
 from titan_rl import eval as eval_program
 from titan_rl import serve as serve_program
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import (
-    AlgorithmSection,
     Config,
     CurriculumSection,
     EvalSection,
@@ -182,7 +182,7 @@ def test_a_deployment_checks_the_rewards_of_its_sets_and_needs_no_other_model(tm
     folder = tmp_path / "model"
     folder.mkdir()
     write_model_folder(folder, shape_of(Config().model))
-    by_model = replace(HARD, task=replace(HARD.task, reward="model"), algorithm=AlgorithmSection(name="ppo"))
+    by_model = replace(HARD, task=replace(HARD.task, reward="model"), algorithm=preset("ppo"))
     with pytest.raises(Refused, match=r"eval\.sets\.again\.reward: expected a reward other than"):
         setup_of(replace(by_model, eval=EvalSection(size=8, sets={"again": {}})), folder, tmp_path)
     own = replace(by_model, eval=EvalSection(size=8, sets={"again": {"reward": "exact", "size": 3}}))

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, get_args
 
 from titan_rl.config.choices import RolloutAlgorithm
-from titan_rl.config.sections import AlgorithmSection, Config
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config
 
 SELF_DISTILLED: dict[str, Any] = {
     "advantage": "teacher",
@@ -135,7 +135,16 @@ def resolve(
         # over an answer ("sequence_tis") would add up the rounding of all tokens; the mean in gspo's ratio cancels it.
         proximal = own.get("proximal", "generator" if lag else "trainer")
         keys = {"proximal": proximal} | (GSPO_16_BITS if proximal == "generator" else {})
+    elif ((name == "vespo" and set(dtypes) != {"float32"}) or name == "kl_cov") and not lag:
+        # As above. vespo's weight is a product over an answer. kl_cov's penalty has the gradient of |log-ratio|, which
+        # is 1 or -1 for the smallest rounding; of an unchanged policy it must be 0.
+        keys = {"proximal": "trainer"}
     return PRESETS[name] | keys | own
+
+
+def preset(name: AlgorithmName, *, lag: int = 0, **own: Any) -> AlgorithmSection:
+    """Return the [algorithm] of a file that sets only these keys, for trainers and generators in float32."""
+    return AlgorithmSection(**resolve({"name": name, **own}, lag=lag))
 
 
 def algorithm_of(own: dict[str, Any], config: Config, *, gpus: bool = False) -> AlgorithmSection:

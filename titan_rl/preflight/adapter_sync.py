@@ -45,7 +45,7 @@ def merge_warning(config: Config, shape: ModelShape, device: str) -> Iterator[st
     apart = replace(config, lora=replace(lora, sync="adapter"))
     because = "; ".join(check_adapter_sync(apart, shape, device)) or 'lora.sync = "adapter" is exact'
     yield (
-        f"adapters are merged into {config.generator.dtype} weights, which rounds small changes away: at a rate of 3e-5 "
-        f"the engines followed 8% of the first update, and 45% after 16 (docs/models.md). A higher optimizer.lr loses "
-        f"less. {because}"
+        f"adapters are merged into {config.generator.dtype} weights, which rounds small changes away: at a rate of "
+        f"3e-5 the engines followed 8% of the first update, and 45% after 16 (docs/models.md). A higher optimizer.lr "
+        f"loses less. {because}"
     )

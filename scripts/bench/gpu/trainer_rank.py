@@ -14,6 +14,7 @@ from bench.gpu.measured import ON_CPU
 from titan_rl.actors.titan import private
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
+from titan_rl.config.presets import preset
 from titan_rl.preflight.memory import on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
@@ -52,7 +53,7 @@ def config_of(
         optimizer=c.OptimizerSection(lr=1e-6),
         compile=c.CompileSection(enable=compiled),
         activation_checkpoint=c.ActivationCheckpointSection(mode=recompute),
-        algorithm=c.AlgorithmSection(name=algorithm),
+        algorithm=preset(algorithm),
         debug=c.DebugSection(deterministic=deterministic),
         checkpoint=c.CheckpointSection(enable=False),
     )

@@ -73,13 +73,13 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
     )
     second = replace(second, grad_norm=5.0)
     assert one_step(first, second) == StepStats(
-        loss=1.5,
+        loss=1.6,
         grad_norm=4.0,
         lr=0.1,
         tokens=10,
         seconds=2.0,
         busy=1.0,
-        metrics={"entropy": 2.0, "high": 1.5, "low": 0.5},
+        metrics={"entropy": 2.2, "high": 1.5, "low": 0.5},
         histograms={"h": [3.0, 4.0]},
     )
 

@@ -21,6 +21,7 @@ from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.choices import Family
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmSection, Config, TrainingSection
 from titan_rl.wire.types import Batch, Sample
 
@@ -28,17 +29,17 @@ CPU = torch.device("cpu")
 WINDOW = 5  # it begins within most prompts
 ALGORITHMS = {
     "grpo": AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
-    "gspo": AlgorithmSection(name="gspo"),
-    "cispo": AlgorithmSection(name="cispo"),
-    "dr_grpo": AlgorithmSection(name="dr_grpo", correction="sequence_tis"),
-    "sft": AlgorithmSection(name="sft"),
-    "dpo": AlgorithmSection(name="dpo"),
-    "ipo": AlgorithmSection(name="ipo"),
-    "orpo": AlgorithmSection(name="orpo"),
-    "kto": AlgorithmSection(name="kto"),
-    "online_dpo": AlgorithmSection(name="online_dpo", pair_loss="dpo"),
-    "reward_model": AlgorithmSection(name="reward_model"),
-    "critic": AlgorithmSection(name="ppo"),
+    "gspo": preset("gspo"),
+    "cispo": preset("cispo"),
+    "dr_grpo": preset("dr_grpo", correction="sequence_tis"),
+    "sft": preset("sft"),
+    "dpo": preset("dpo"),
+    "ipo": preset("ipo"),
+    "orpo": preset("orpo"),
+    "kto": preset("kto"),
+    "online_dpo": preset("online_dpo", pair_loss="dpo"),
+    "reward_model": preset("reward_model"),
+    "critic": preset("ppo"),
 }
 
 

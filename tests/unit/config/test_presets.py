@@ -1,5 +1,6 @@
 """A name stands for keys; a file's own go over them, a flag over both."""
 
+import ast
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -96,6 +97,30 @@ def test_gspo_is_right_for_16_bits_if_a_dtype_may_have_them(name: str, dtypes: t
     assert resolve({"name": "dapo"}, lag=1, dtypes=dtypes) == {"name": "dapo", **PRESETS["dapo"]}
 
 
+@pytest.mark.parametrize(("name", "dtypes"), [("vespo", ("bfloat16", "float32")), ("kl_cov", ("float32", "float32"))])
+def test_without_a_lag_the_rounding_of_an_unchanged_policy_moves_nothing(name: str, dtypes: tuple[str, str]) -> None:
+    usual = {"name": name, **PRESETS[name]}
+    assert resolve({"name": name}, lag=0, dtypes=dtypes) == usual | {"proximal": "trainer"}
+    assert resolve({"name": name}, lag=1, dtypes=dtypes) == usual
+    assert resolve({"name": name, "proximal": "generator"}, lag=0, dtypes=dtypes)["proximal"] == "generator"
+
+
+def test_no_code_names_an_algorithm_without_its_preset() -> None:
+    """AlgorithmSection(name="gspo") is GRPO: it takes none of the preset's keys. `preset("gspo")` does."""
+    root = Path(__file__).parents[3]
+    found = []
+    for path in (
+        each for top in ("titan_rl", "actors", "meshes", "scripts", "tests") for each in root.glob(f"{top}/**/*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("AlgorithmSection"):
+                keys = {keyword.arg: keyword.value for keyword in node.keywords}
+                name = keys.get("name")
+                if isinstance(name, ast.Constant) and not PRESETS[str(name.value)].keys() <= keys.keys():
+                    found.append(f"{path.relative_to(root)}:{node.lineno} {name.value}")
+    assert found == []
+
+
 @pytest.mark.parametrize("where", ["[generator]\ndtype", "[training]\nmixed_precision_param"])
 def test_a_preset_knows_the_files_dtypes_and_lag(where: str, tmp_path: Path) -> None:
     text = f'[algorithm]\nname = "gspo"\n{where} = "bfloat16"\n'
@@ -106,7 +131,7 @@ def test_a_preset_knows_the_files_dtypes_and_lag(where: str, tmp_path: Path) -> 
 @names
 def test_a_name_alone_resolves_to_its_preset(name: str, tmp_path: Path) -> None:
     got = loaded(tmp_path, f'[algorithm]\nname = "{name}"').algorithm
-    values: dict[str, Any] = {"name": name, **PRESETS[name]}
+    values: dict[str, Any] = {"name": name, **PRESETS[name], **({"proximal": "trainer"} if name == "kl_cov" else {})}
     assert got == AlgorithmSection(**values)
     assert loaded(tmp_path, "", ("algorithm.name", name)).algorithm == got
 

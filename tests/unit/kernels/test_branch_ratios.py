@@ -8,7 +8,7 @@ import torch
 
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.batch.packing import UpTo, pack, unpack
-from titan_rl.config.sections import AlgorithmSection
+from titan_rl.config.presets import preset
 from titan_rl.kernels.policy_loss import Tokens, ratio_of
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
@@ -29,7 +29,7 @@ def test_each_branch_has_the_ratio_of_its_own_tokens_in_all_of_its_turns(shards:
     """On any mesh: branches of one rollout may be in different microbatches and on different ranks."""
     forked = rollout(1.0, Branch([turn(0, [9, 9], 1, 2), turn(2, [8], 3)]), Branch([turn(1, [9, 9, 7], 4)]))
     other = rollout(0.0, Branch([turn(0, [9, 9], 5, 5)]))
-    algorithm = AlgorithmSection(name="gspo", ratio="sequence", aggregation="sequence_mean")
+    algorithm = preset("gspo")
     groups = [Group(Prompt(0, "", [9, 9], ""), [forked, other])]
     _, samples = with_advantages(groups, samples_of(groups, algorithm), algorithm)
     assert [s.sequence for s in samples] == [0, 0, 1]

@@ -20,8 +20,8 @@ from golden.replay import (
     tensor,
 )
 from support.judged_groups import group, rollout
-from titan_rl.config.presets import PRESETS
-from titan_rl.config.sections import AlgorithmSection, Config, CurriculumSection
+from titan_rl.config.presets import PRESETS, preset
+from titan_rl.config.sections import Config, CurriculumSection
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss
 from titan_rl.tasks.privileged import PrivilegedPrompts
 from titan_rl.text.tokenizer import TextTokenizer
@@ -91,7 +91,7 @@ def test_with_rewards_the_gradients_are_trls(name: str) -> None:
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_the_privileged_contexts_are_trls(name: str, text: TextTokenizer) -> None:
     case = CASES[name]
-    algorithm = AlgorithmSection(name="sdpo", advantage="teacher", teacher_context=CONTEXTS[name])
+    algorithm = preset("sdpo", advantage="teacher", teacher_context=CONTEXTS[name])
     correct_at = case["settings"]["success_reward_threshold"]
     config = Config(algorithm=algorithm, curriculum=CurriculumSection(correct_at=correct_at))
     prompts = PrivilegedPrompts(config, text)

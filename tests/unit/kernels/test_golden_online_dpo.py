@@ -16,6 +16,7 @@ from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.batch.packing import pack
 from titan_rl.config.choices import PairLoss
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmSection, Config, RolloutSection
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
@@ -72,7 +73,7 @@ def test_a_step_is_trls(name: str) -> None:
     inputs, theirs = case["inputs"], case["outputs"]
     pairs = len(inputs["mask"]) // 2
     loss_of: PairLoss = "ipo" if name.startswith("ipo") else "dpo"
-    a = AlgorithmSection(name="online_dpo", pair_loss=loss_of, beta=case["settings"]["beta"])
+    a = preset("online_dpo", pair_loss=loss_of, beta=case["settings"]["beta"])
     loss, gradient, metrics = step([[k, k + pairs] for k in range(pairs)], inputs, a)
     compare(loss, theirs["loss"])
     compare(gradient, case["gradients"]["logprob"])
@@ -103,7 +104,7 @@ def test_a_step_of_any_groups_is_the_papers(data: st.DataObject) -> None:
         terms.append((h - 1 / (2 * beta)) ** 2 if pair_loss == "ipo" else dpo)
     padded = [[row + [0.0] * (6 - len(row)) for row in values] for values in (policy, reference)]
     x = {"logprob": padded[0], "reference": padded[1], "length": lengths.tolist(), "reward": rewards}
-    a = AlgorithmSection(name="online_dpo", pair_loss=pair_loss, beta=beta, label_smoothing=smoothing)
+    a = preset("online_dpo", pair_loss=pair_loss, beta=beta, label_smoothing=smoothing)
     loss, gradient, metrics = step(groups, x, a, shards=data.draw(st.integers(1, 3)))
     learns = gradient.abs().sum(1) > 0
     if not terms:

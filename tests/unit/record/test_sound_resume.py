@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.config.sections import AlgorithmSection, Config, CriticSection
+from titan_rl.config.presets import preset
+from titan_rl.config.sections import Config, CriticSection
 from titan_rl.record.run_folder import Resume, sound_resume
 from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, write_sums
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 
-PPO = Config(algorithm=AlgorithmSection(name="ppo", advantage="gae", normalize="batch"), critic=CriticSection(lr=1e-3))
+PPO = Config(algorithm=preset("ppo"), critic=CriticSection(lr=1e-3))
 
 
 def saved(folder: Path, *steps: int) -> Path:

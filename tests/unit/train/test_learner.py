@@ -14,6 +14,7 @@ import pytest
 
 from titan_rl.batch.packing import UpTo
 from titan_rl.config.auto import on_device, resolved
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -61,7 +62,7 @@ def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = Non
     return Learner(run), notes
 
 
-PPO = AlgorithmSection(name="ppo", advantage="gae", normalize="batch")
+PPO = preset("ppo")
 FULL = RankFailed(
     "trainer[dp=0 tp=0] failed in save: OSError", "OSError: No space left", rank="trainer", kind="OSError"
 )
@@ -128,7 +129,7 @@ async def test_the_norm_of_a_tokens_score_comes_from_two_temperatures(tmp_path: 
     """Its gradient to the logits is onehot - p, at the sampling temperature."""
     mesh = Scoring(tmp_path)
     config = Config(
-        algorithm=AlgorithmSection(name="otb", advantage="optimal_token", normalize="none"),
+        algorithm=preset("otb", advantage="optimal_token", normalize="none"),
         rollout=RolloutSection(temperature=0.7),
         training=TrainingSection(seq_len=64),
     )
@@ -159,7 +160,7 @@ async def test_ktos_kl_is_of_answers_to_the_previous_prompt(tmp_path: Path, sign
     """log pi - log ref is 0.25 per token. In half a row of 14 an answer of 7 tokens does not fit."""
     mesh = Lending(tmp_path)
     mesh.sign = sign
-    config = Config(algorithm=AlgorithmSection(name="kto"), training=TrainingSection(seq_len=seq_len))
+    config = Config(algorithm=preset("kto"), training=TrainingSection(seq_len=seq_len))
     learner, _ = learner_of(tmp_path, config, mesh)
 
     def answered(prompt: int, answer: int) -> Sample:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.auto import resolved
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmSection, CheckpointSection, Config, CriticSection, FaultSection
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import sound_resume
@@ -130,9 +131,7 @@ class RunOnDisk:
         names = ["checkpoint/critic", "checkpoint"] if critic else ["checkpoint"]
         self._places = [folder / name for name in names]
         self.config = Config(
-            algorithm=AlgorithmSection(name="ppo", advantage="gae", normalize="batch")
-            if critic
-            else AlgorithmSection(),
+            algorithm=preset("ppo") if critic else AlgorithmSection(),
             critic=CriticSection(lr=1e-3),
             checkpoint=CheckpointSection(keep_latest_k=keep, async_mode="async" if background else "disabled"),
             fault=FaultSection(max_failed_saves=2),
