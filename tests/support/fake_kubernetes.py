@@ -5,16 +5,17 @@ import base64
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -35,7 +36,8 @@ class FakePod:
         self.process: subprocess.Popen[str] | None = None
         self.disrupted = False
 
-    def run(self) -> int:
+    def run(self, failures: int = 0) -> int:
+        """Run the pod. `failures`: earlier ones of its index."""
         spec = self.cluster.objects["jobs", self.job]["spec"]["template"]["spec"]
         names = [("configmaps", v["configMap"]["name"]) for v in spec["volumes"] if "configMap" in v]
         names += [("secrets", v["secret"]["secretName"]) for v in spec["volumes"] if "secret" in v]
@@ -43,8 +45,15 @@ class FakePod:
             time.sleep(0.02)
         for volume in spec["volumes"]:
             self._mount(volume)
-        script = spec["containers"][0]["command"][2].replace("/titan_rl/", f"{self.cluster.pods_folder}/")
-        own = {"JOB_COMPLETION_INDEX": str(self.index), "HOSTNAME": self.name}
+        (container,) = spec["containers"]
+        script = container["command"][2]
+        for mount in container["volumeMounts"]:
+            if part := mount.get("subPathExpr", "").replace("$(JOB_COMPLETION_INDEX)", str(self.index)):
+                script = script.replace(mount["mountPath"], f"{self.cluster.pods_folder}/{mount['name']}/{part}")
+        script = script.replace("/titan_rl/", f"{self.cluster.pods_folder}/")
+        marks = {"metadata.annotations['batch.kubernetes.io/job-index-failure-count']": str(failures)}
+        own = {each["name"]: marks[each["valueFrom"]["fieldRef"]["fieldPath"]] for each in container["env"]}
+        own |= {"JOB_COMPLETION_INDEX": str(self.index), "HOSTNAME": self.name}
         self.process = subprocess.Popen(
             [*self.cluster.with_names(self.job, spec), "bash", "-c", script],
             env={**os.environ, **own},
@@ -85,9 +94,12 @@ class FakePod:
         status: dict[str, Any] = {"phase": "Pending", "conditions": []}
         if self.code is not None:
             ended = {"terminated": {"exitCode": self.code}}
-            status = {"phase": "Failed", "containerStatuses": [{"name": "node", "state": ended}]}
+            phase = "Failed" if self.code else "Succeeded"
+            status = {"phase": phase, "containerStatuses": [{"name": "node", "state": ended}]}
         elif self.process is not None:
             status = {"phase": "Running"}
+        elif not self.cluster.free.is_set() and self.cluster.waiting:
+            status["containerStatuses"] = [{"name": "node", "state": {"waiting": self.cluster.waiting}}]
         elif not self.cluster.free.is_set():
             why = {"reason": "Unschedulable", "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."}
             status["conditions"] = [{"type": "PodScheduled", "status": "False", **why}]
@@ -106,6 +118,10 @@ class FakeKubernetes:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: list[FakePod] = []
         self.asked: list[str] = []
+        self.waiting: dict[str, str] = {}  # why the containers of pods wait until `free`
+        self.warnings: list[dict[str, Any]] = []  # events
+        self.trouble: Callable[[str], int] = lambda path: 0  # the status of a request that fails, -1: a reset
+        self.token = TOKEN
         self.free = threading.Event()
         self.free.set()
         self.named = False  # each pod has an address, by names that resolve for pods only
@@ -132,12 +148,12 @@ class FakeKubernetes:
         return body
 
     def _keep(self, job: str, index: int) -> None:
-        """Run a pod of this index again and again, as podFailurePolicy and backoffLimit say."""
-        spec = self.objects["jobs", job]["spec"]
-        failures = 0
-        while ("jobs", job) in self.objects and not self.objects["jobs", job]["status"]["conditions"]:
+        """Run a pod of this index again and again, as podFailurePolicy and backoffLimitPerIndex say."""
+        own = self.objects["jobs", job]
+        spec, failures = own["spec"], 0
+        while self.objects.get(("jobs", job)) is own and not own["status"]["conditions"]:
             self.pods.append(pod := FakePod(self, job, index))
-            code = pod.run()
+            code = pod.run(failures)
             if code == 0:
                 return self._conclude(job, "Complete", "")
             if pod.disrupted:
@@ -147,8 +163,9 @@ class FakeKubernetes:
                 return self._conclude(
                     job, "Failed", f"Container node failed with exit code {code} matching FailJob rule"
                 )
-            if failures > spec["backoffLimit"]:
-                return self._conclude(job, "Failed", "Job has reached the specified backoff limit")
+            if failures > spec["backoffLimitPerIndex"]:
+                assert spec["maxFailedIndexes"] == 0
+                return self._conclude(job, "Failed", "Job has exceeded the specified maximal number of failed indexes")
 
     def _conclude(self, job: str, how: str, message: str) -> None:
         if ("jobs", job) in self.objects:
@@ -197,9 +214,14 @@ def _handler(cluster: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def _serve(self) -> None:
+            if status := cluster.trouble(self.path):
+                if status > 0:
+                    return self._answer(status, {"message": "trouble of the test"})
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return self.connection.close()
             cluster.asked.append(f"{self.command} {self.path}")
             data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            if self.headers["Authorization"] != f"Bearer {cluster.token}":
                 return self._answer(401, {"message": "Unauthorized"})
             parts = urlsplit(self.path).path.split("/")
             at = parts.index("namespaces")
@@ -208,11 +230,16 @@ def _handler(cluster: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
                 return self._answer(403, {"message": f'namespaces "{parts[at + 1]}" is forbidden'})
             if self.command == "POST":
                 return self._answer(201, cluster.create(kind, json.loads(data)))
+            if kind == "events":
+                named = parse_qs(urlsplit(self.path).query)["fieldSelector"][0].split(",")[1].partition("=")[2]
+                of = [each for each in cluster.warnings if named.startswith(each["involvedObject"]["name"])]
+                return self._answer(200, {"items": of})
             if kind == "pods" and not rest:
                 return self._answer(200, {"items": [pod.shown() for pod in cluster.pods]})
             if kind == "pods":
                 pod = next(pod for pod in cluster.pods if pod.name == rest[0])
-                return self._answer(200, "".join(f"{stamp} {line}" for stamp, line in pod.lines))
+                since = parse_qs(urlsplit(self.path).query).get("sinceTime", [""])[0].rstrip("Z")
+                return self._answer(200, "".join(f"{stamp} {line}" for stamp, line in pod.lines if stamp >= since))
             if (kind, rest[0]) not in cluster.objects:
                 return self._answer(404, {"message": f'{kind} "{rest[0]}" not found'})
             found = cluster.objects[kind, rest[0]]

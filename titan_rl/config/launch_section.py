@@ -30,6 +30,9 @@ class LaunchSection:
     """More arguments of sbatch, such as "--constraint=h100"."""
     namespace: str = ""
     """Kubernetes namespace. Empty: the current context's."""
+    pod: str = ""
+    """YAML file that is merged into Kubernetes' pod template, such as "pod.yaml": tolerations, node selectors, a
+    service account, labels."""
     secrets: list[str] = field(default_factory=list)
     """Kubernetes Secrets whose keys become environment variables, such as an API key. On Slurm jobs have the
     environment of the submitting shell."""

@@ -24,7 +24,7 @@ from titan_rl.launch.cluster_api import find_cluster
 from titan_rl.launch.following import ENDED, SubmissionFailed, follow
 from titan_rl.launch.job import Job, check_submission
 from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
-from titan_rl.launch.manifests import as_yaml, manifests, tls_secret
+from titan_rl.launch.manifests import as_yaml, manifests, new_secret, tls_secret
 from titan_rl.launch.slurm_queue import SlurmJob, submit_script
 from titan_rl.preflight.checks import judged
 from titan_rl.preflight.load import Arguments, Invocation, load, read
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print:
         for warning in filter(None, [scaled, *invocation.warnings]):
             print(f"titan_rl.launch: {warning}", file=sys.stderr)
-        print(sbatch.script(job, Path.cwd()) if options.on == "slurm" else printed(job), end="")
+        print(sbatch.script(job, Path.cwd()) if options.on == "slurm" else printed(job, options.with_secret), end="")
         return DONE
     terminal = Terminal()
     if scaled:
@@ -80,6 +80,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--on", choices=("slurm", "kubernetes"), required=True, help="scheduler")
     parser.add_argument("--print", action="store_true", help="print what would be submitted, and start nothing")
     parser.add_argument(
+        "--with-secret", action="store_true", help="with --print: also the Secret, whose keys let the pods talk"
+    )
+    parser.add_argument(
         "--poll",
         metavar="SECONDS",
         type=float,
@@ -100,6 +103,8 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     refused, warned = judged(invocation)
     elsewhere = [text for text in refused if only_in_pods(options.on, invocation.config, text)]
     problems = [*check_submission(invocation.config, on=options.on, prints=options.print)]
+    if options.with_secret and not (options.print and options.on == "kubernetes"):
+        problems.append("--with-secret: expected --print and --on kubernetes next to it, found them missing")
     if problems := [*problems, *(text for text in refused if text not in elsewhere)]:
         refuse(invocation.given_name, problems)
     try:
@@ -163,12 +168,12 @@ def on_kubernetes(job: Job, terminal: Terminal, *, fresh: bool) -> KubernetesJob
     return submit_manifests(job, cluster)
 
 
-def printed(job: Job) -> str:
-    secret = tls_secret(job)
-    note = (
-        f"# The pods wait for the Secret {secret}, which titan_rl.launch makes and does not print.\n" if secret else ""
-    )
-    return note + as_yaml(manifests(job))
+def printed(job: Job, with_secret: bool) -> str:
+    secret, objects = tls_secret(job), manifests(job)
+    if not secret or with_secret:
+        return as_yaml([*objects, *([new_secret(job)] if secret else [])])
+    note = f"# The pods wait for the Secret {secret}, which titan_rl.launch makes; --with-secret prints a new one.\n"
+    return note + as_yaml(objects)
 
 
 if __name__ == "__main__":

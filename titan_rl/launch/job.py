@@ -10,6 +10,7 @@ from typing import Literal
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, schema
+from titan_rl.launch.pod_patch import PatchRefused, read_patch
 from titan_rl.preflight.checks.hosts import MOUNT, stop_seconds
 
 Scheduler = Literal["slurm", "kubernetes"]
@@ -123,6 +124,10 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
         if launch.mounts and not launch.image:
             yield "launch.mounts: expected none without launch.image, found some"
         return
+    try:
+        read_patch(launch.pod)
+    except PatchRefused as error:
+        yield f"launch.pod: {error}"
     if not launch.image:
         yield "launch.image: expected a container image with --on kubernetes, found none"
     if config.job.fresh:

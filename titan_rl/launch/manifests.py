@@ -9,32 +9,45 @@ Secret           certificates (never printed)
 import base64
 import re
 import shlex
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from titan_rl.config.sections import HostsSection
 from titan_rl.launch.job import RETRIES, WAIT, Job
+from titan_rl.launch.pod_patch import CONTAINER, OUR_LABELS, merged, read_patch
 
 PORT = 26600
 OWN = "/titan_rl"  # in the pods: TOML and certificates
-NAME = "app.kubernetes.io/name"
-LABELS = {"app.kubernetes.io/managed-by": "titan-rl"}
+NAME, MANAGED = OUR_LABELS
+LABELS = {MANAGED: "titan-rl"}
 KEPT_SECONDS = 7 * 24 * 3600  # finished jobs, for their logs
+JOIN_SECONDS = 1800  # instead of the default of hosts.join_seconds: nodes are made, and pull an image
+SHARED = "16Gi"  # most of /dev/shm, which NCCL uses
+CPU, MEMORY = 1, 4
+"""Cores and GiB that are requested for each GPU by default. Pods without a request are the first to be evicted."""
+PER_POD = 5
+"""Pods of one index that may fail before the Job does: a node that does not take pods fails several at once."""
+AGAIN = 75  # exit code of a container after which its pod is replaced; the Job ends with 1, 2 and 130
+COUNT = "batch.kubernetes.io/job-index-failure-count"  # Kubernetes' annotation of a pod
 
 RUN = """\
 code=
 @RUN@ &
 run=$!
 trap 'interrupted=1; kill -TERM "$run"' TERM
-@WAIT@exit "$code"
+@WAIT@[ "$code" != 1 ] || [ "${FAILURES:-0}" -ge @RETRIES@ ] || code=@AGAIN@
+exit "$code"
 """
 
 RESOLVES = "import socket, sys; socket.getaddrinfo(sys.argv[1], 1)"  # names of pods do so after a while
+FILES = ("ca.pem", "cert.pem", "key.pem")
 COPY = [  # a key that is this user's, with mode 0600, which Secrets cannot have
     "tls=$(mktemp -d)",
-    f'install -m 600 "{OWN}/tls/$host"/*.pem "$tls"',
+    f'install -m 600 {OWN}/tls/*.pem "$tls"',
 ]
 
 
@@ -56,14 +69,10 @@ def tls_secret(job: Job) -> str:
 def manifests(job: Job) -> list[dict[str, Any]]:
     """Return the objects, the Job first, which owns the others once they are created."""
     name, several = job_name(job), job.nodes > 1
-    objects: list[dict[str, Any]] = [
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": name, "labels": {**LABELS, NAME: name}},
-            "spec": job_spec(job, name),
-        }
-    ]
+    template = pod_template(job, name)
+    labels = template["metadata"]["labels"]
+    spec = job_spec(job, template)
+    objects = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job, name, labels), "spec": spec}]
     if several:
         spec = {
             "clusterIP": "None",
@@ -71,20 +80,26 @@ def manifests(job: Job) -> list[dict[str, Any]]:
             "selector": {NAME: name},
             "ports": [{"port": PORT}],
         }
-        objects.append({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec})
+        objects.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(job, name), "spec": spec})
     data = {job.config_file: job.toml()}
-    objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-config"}, "data": data})
-    return objects
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, f"{name}-config"), "data": data}
+    return [*objects, config]
 
 
-def job_spec(job: Job, name: str) -> dict[str, Any]:
+def metadata(job: Job, name: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    namespace = {"namespace": job.config.launch.namespace} if job.config.launch.namespace else {}
+    return {"name": name, **namespace, "labels": {**LABELS, NAME: job_name(job), **(labels or {})}}
+
+
+def job_spec(job: Job, template: dict[str, Any]) -> dict[str, Any]:
     launch = job.config.launch
-    ends = {"containerName": "node", "operator": "In", "values": [2, 130]}  # bad input; stopped by a user
+    ends = {"containerName": CONTAINER, "operator": "In", "values": [1, 2, 130]}  # also bad input; stopped by a user
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": RETRIES,
+        "backoffLimitPerIndex": PER_POD,
+        "maxFailedIndexes": 0,  # else workers would wait for a run that has ended
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         "podFailurePolicy": {
             "rules": [
@@ -92,7 +107,7 @@ def job_spec(job: Job, name: str) -> dict[str, Any]:
                 {"action": "FailJob", "onExitCodes": ends},
             ]
         },
-        "template": {"metadata": {"labels": {**LABELS, NAME: name}}, "spec": pod_spec(job, name)},
+        "template": template,
     }
     if job.nodes > 1:
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}  # the workers then end
@@ -101,40 +116,54 @@ def job_spec(job: Job, name: str) -> dict[str, Any]:
     return spec
 
 
-def pod_spec(job: Job, name: str) -> dict[str, Any]:
+def pod_template(job: Job, name: str) -> dict[str, Any]:
+    """Return the pods' template, with the changes of launch.pod."""
     launch = job.config.launch
     limits = {
-        "nvidia.com/gpu": job.gpus,
-        "cpu": launch.cpus_per_node,
-        "memory": f"{launch.memory_gb_per_node}Gi" if launch.memory_gb_per_node else 0,
+        "nvidia.com/gpu": str(job.gpus or ""),
+        "cpu": str(launch.cpus_per_node or ""),
+        "memory": f"{launch.memory_gb_per_node}Gi" if launch.memory_gb_per_node else "",
     }
+    limits = {key: value for key, value in limits.items() if value}
+    least = {"cpu": str(CPU * (job.gpus or 1)), "memory": f"{MEMORY * (job.gpus or 1)}Gi"}
+    least = {key: value for key, value in least.items() if key not in limits}
     volumes, mounts = zip(*volumes_of(job, name), strict=True)
+    failures = {"fieldRef": {"fieldPath": f"metadata.annotations['{COUNT}']"}}
     container: dict[str, Any] = {
-        "name": "node",
+        "name": CONTAINER,
         "image": launch.image,
         "command": ["bash", "-c", pod_script(job)],
-        "resources": {"limits": {key: value for key, value in limits.items() if value}},
+        "env": [{"name": "FAILURES", "valueFrom": failures}],
+        "resources": {kind: values for kind, values in (("requests", least), ("limits", limits)) if values},
         "volumeMounts": list(mounts),
     }
     if launch.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in launch.secrets]
-    return {
+    spec = {
         "restartPolicy": "Never",
         "subdomain": name,
         "terminationGracePeriodSeconds": job.stop_seconds,
+        "automountServiceAccountToken": False,  # pods execute what a model writes
         "containers": [container],
         "volumes": list(volumes),
     }
+    template = {"metadata": {"labels": {**LABELS, NAME: name}}, "spec": spec}
+    return merged(template, read_patch(launch.pod))
 
 
 def volumes_of(job: Job, name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield each volume, and where it is mounted."""
     yield {"name": "config", "configMap": {"name": f"{name}-config"}}, {"name": "config", "mountPath": f"{OWN}/config"}
-    yield {"name": "memory", "emptyDir": {"medium": "Memory"}}, {"name": "memory", "mountPath": "/dev/shm"}
+    yield (
+        {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED}},
+        {"name": "memory", "mountPath": "/dev/shm"},
+    )
     if secret := tls_secret(job):
-        items = [{"key": key, "path": path} for key, path in secret_files(job).items()]
+        paths = [f"{index}/{file}" for index in range(job.nodes) for file in FILES]
+        items = [{"key": key, "path": path} for key, path in zip(secret_files(job), paths, strict=True)]
         volume = {"name": "tls", "secret": {"secretName": secret, "items": items, "defaultMode": 0o444}}
-        yield volume, {"name": "tls", "mountPath": f"{OWN}/tls", "readOnly": True}
+        own = {"subPathExpr": "$(JOB_COMPLETION_INDEX)"}  # no container sees another host's key
+        yield volume, {"name": "tls", "mountPath": f"{OWN}/tls", "readOnly": True, **own}
     for number, mount in enumerate(job.config.launch.mounts):
         source, path, *flags = mount.split(":")
         kind, _, named = source.partition("/")
@@ -150,14 +179,21 @@ def volumes_of(job: Job, name: str) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 def secret_files(job: Job) -> dict[str, str]:
     """Return the paths of the certificates below a folder, by keys of the Secret, which have no slash."""
-    files = ("ca.pem", "cert.pem", "key.pem")
-    return {f"{host}.{file}": f"{host}/{file}" for host in hosts_of(job) for file in files}
+    return {f"{host}.{file}": f"{host}/{file}" for host in hosts_of(job) for file in FILES}
 
 
-def secret_of(job: Job, folder: Path) -> dict[str, Any]:
-    """Return the Secret of the certificates in a folder."""
+def new_secret(job: Job) -> dict[str, Any]:
+    """Return the Secret with new certificates. The CA's key is in no Secret: it is deleted here."""
+    from titan_rl.wire.certificates import make_certificates
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder), hosts_of(job))
+        return _secret(job, Path(folder))
+
+
+def _secret(job: Job, folder: Path) -> dict[str, Any]:
     data = {key: base64.b64encode((folder / path).read_bytes()).decode() for key, path in secret_files(job).items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": tls_secret(job)}, "data": data}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata(job, tls_secret(job)), "data": data}
 
 
 def pod_script(job: Job) -> str:
@@ -170,21 +206,32 @@ def pod_script(job: Job) -> str:
         tls = (shlex.quote(hosts.tls) if hosts.tls else '"$tls"') if job.scheme == "tls" else ""
         run += f' --hosts.kind=attach --hosts.addresses={addresses} --hosts.own_address="$host"'
         run += f" --hosts.tls={tls}" if tls else ""
+        if hosts.join_seconds == HostsSection().join_seconds:
+            run += f" --hosts.join_seconds={JOIN_SECONDS}"
         worker = f'{python} -m titan_rl.worker --address "{job.scheme}://$host:{PORT}"'
         worker += f" --tls {tls}" if tls else " --insecure"
         lines += [
             f'host="{job_name(job)}-$JOB_COMPLETION_INDEX.{job_name(job)}"',
             f"mkdir -p {folder}",
             *(COPY if tls_secret(job) else []),
-            f"""until {python} -c '{RESOLVES}' "$host" 2> /dev/null; do sleep 1; done""",
+            f"""until {python} -c '{RESOLVES}' "$host" 2> /dev/null; do""",
+            f'    if [ "$SECONDS" -ge {JOIN_SECONDS} ]; then',
+            f'        echo "titan_rl.launch: {JOIN_SECONDS} s without an address of $host"; exit {AGAIN}',
+            "    fi",
+            "    sleep 1",
+            "done",
             "work() {",
             "    trap '' TERM HUP INT  # ranks stay until the run has saved",
-            f'    exec {worker} >> {folder}/"$HOSTNAME.log" 2>&1',
+            f"    {worker}; code=$?",
+            f'    [ "$code" != 1 ] || code={AGAIN}',
+            '    exit "$code"',
             "}",
-            '[ "$JOB_COMPLETION_INDEX" = 0 ] || work',
-            "work &",
+            f'log={folder}/"$HOSTNAME.log"',
+            '[ "$JOB_COMPLETION_INDEX" = 0 ] || work >> "$log" 2>&1',
+            'work >> "$log" 2>&1 &',
         ]
-    return "\n".join([*lines, RUN.replace("@RUN@", run).replace("@WAIT@", WAIT)])
+    parts = {"RUN": run, "WAIT": WAIT, "RETRIES": str(RETRIES), "AGAIN": str(AGAIN)}
+    return "\n".join([*lines, re.sub("@([A-Z]+)@", lambda match: parts[match[1]], RUN)])
 
 
 class _Dumper(yaml.SafeDumper):

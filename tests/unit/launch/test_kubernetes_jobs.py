@@ -80,7 +80,7 @@ def test_an_evicted_pod_saves_and_the_next_one_continues(cluster: FakeKubernetes
 def test_a_failed_run_is_retried_and_bad_input_is_not(cluster: FakeKubernetes, launched: Launched) -> None:
     code, out = launched.finish([1, 1, 1])
     assert code == 1
-    assert "Job has reached the specified backoff limit" in out
+    assert "Container node failed with exit code 1 matching FailJob rule" in out
     assert len(launched.calls()) == 2
     code, out = launched.finish([2])  # the ended Job makes room
     assert code == 2
@@ -146,7 +146,10 @@ def test_manifests_are_printed_and_nothing_is_asked(
     assert pod["terminationGracePeriodSeconds"] == 130
     assert pod["subdomain"] == service["metadata"]["name"] == "a-run"
     (container,) = pod["containers"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "32Gi"},  # else the pod were BestEffort
+        "limits": {"nvidia.com/gpu": "8"},
+    }
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["mount1"]["persistentVolumeClaim"] == {"claimName": "data"}
