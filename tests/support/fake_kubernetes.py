@@ -23,7 +23,8 @@ TOKEN = "token-of-the-test"
 
 
 def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z")
+    """Return a time stamp. Lines that follow each other may have the same."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:23] + "000000Z"
 
 
 class FakePod:
@@ -120,20 +121,23 @@ class FakeKubernetes:
         self.asked: list[str] = []
         self.waiting: dict[str, str] = {}  # why the containers of pods wait until `free`
         self.warnings: list[dict[str, Any]] = []  # events
-        self.trouble: Callable[[str], int] = lambda path: 0  # the status of a request that fails, -1: a reset
+        self.trouble: Callable[[str], int] = lambda path: (
+            0
+        )  # the status of a request that fails; -1: a reset; -2: half an answer
         self.token = TOKEN
         self.free = threading.Event()
         self.free.set()
         self.named = False  # each pod has an address, by names that resolve for pods only
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        config = {
+        self.config: dict[str, Any] = {
             "current-context": "here",
             "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "rl"}}],
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
             "users": [{"name": "u", "user": {"token": TOKEN}}],
         }
-        (folder / "kubeconfig").write_text(json.dumps(config))
+        (folder / "kubeconfig").write_text(json.dumps(self.config))
         monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -206,19 +210,21 @@ def _handler(cluster: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
+        status = 0
+
         def _answer(self, code: int, body: Any) -> None:
             data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
             self.send_response(code)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if self.status == -2 else data)
 
         def _serve(self) -> None:
-            if status := cluster.trouble(self.path):
-                if status > 0:
-                    return self._answer(status, {"message": "trouble of the test"})
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return self.connection.close()
+            self.status = cluster.trouble(self.path)
+            if self.status > 0:
+                return self._answer(self.status, {"message": "trouble of the test"})
+            if self.status == -1:
+                return self.connection.shutdown(socket.SHUT_RDWR)
             cluster.asked.append(f"{self.command} {self.path}")
             data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if self.headers["Authorization"] != f"Bearer {cluster.token}":

@@ -190,8 +190,8 @@ def _from_plugin(plugin: Mapping[str, Any]) -> dict[str, Any]:
         ends = status.get("expirationTimestamp")
         until = datetime.fromisoformat(ends).timestamp() if ends else math.inf
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        why = f"{error}{f': {said[-300:]}' if said else ''}"
+        *_, said = ["", *(getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()]
+        why = said if isinstance(error, subprocess.CalledProcessError) and said else error
         raise ApiRefused(f"{plugin['command']}, which the kubeconfig names, failed: {why}") from None
     pem = {f"{name}-data": status.get(key) for name, key in PEMS.items()}
     return {"token": status.get("token", ""), "ends": until} | {

@@ -36,13 +36,13 @@ SPEC = (
     "securityContext", "serviceAccount", "serviceAccountName", "setHostnameAsFQDN", "shareProcessNamespace",
     "subdomain", "terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints", "volumes",
 )  # fmt: skip
-"""Keys of a pod's spec in Kubernetes 1.37. The server refuses those that it does not have yet."""
+"""Keys of a pod's spec in Kubernetes 1.37. A server refuses newer ones than its own."""
 OURS = {"hostname", "restartPolicy", "setHostnameAsFQDN", "subdomain", "command", "args"}
 """Keys of the spec and of the container that a job depends on."""
 
 
 class PatchRefused(ValueError):
-    """Says what was expected in the file."""
+    """The text names the expected content of the file."""
 
 
 def merged(base: Any, patch: Any, key: str = "") -> Any:
@@ -99,7 +99,7 @@ def _problems(patch: Any) -> Iterator[str]:
 
 
 def _unknown(found: Any, where: str, keys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a problem of what is not a mapping whose keys are some of `keys`; any text if there are none."""
+    """Yield a problem unless `found` is a mapping with keys of `keys`; any text is a key if there are none."""
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         wanted = f" with {' or '.join(keys)}" if len(keys) == 2 else ""
         yield f"{where}expected a mapping{wanted}, found {found!r:.80}"

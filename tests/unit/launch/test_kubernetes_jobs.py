@@ -100,6 +100,8 @@ def test_each_pod_has_a_worker_and_its_own_certificate(cluster: FakeKubernetes, 
         )
     secret = cluster.objects["secrets", "a-run-tls"]
     assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid-of-a-run"
+    assert len(secret["data"]) == 6
+    assert not any("ca.key" in key for key in secret["data"])
     assert "PRIVATE KEY" not in str(cluster.objects["jobs", "a-run"]) + out
     assert cluster.objects["services", "a-run"]["spec"]["clusterIP"] == "None"
 
@@ -123,6 +125,54 @@ def test_a_running_job_is_followed_and_a_strangers_is_left_alone(cluster: FakeKu
     code, out = launched.finish([0])
     assert code == 1
     assert "job.dump_folder: expected a name that no other Job has in rl, found a-run" in " ".join(out.split())
+
+
+def test_the_reason_why_pods_wait_is_shown(cluster: FakeKubernetes, launched: Launched) -> None:
+    def shown(reason: str) -> None:
+        seen = ""
+        while reason not in seen:
+            assert process.stdout is not None
+            assert (seen := process.stdout.readline())
+
+    cluster.free.clear()
+    cluster.waiting = {"reason": "ContainerCreating"}
+    event = {"involvedObject": {"name": "a-run-0-"}, "reason": "FailedMount", "lastTimestamp": "2026-01-01T00:00:00Z"}
+    cluster.warnings = [{**event, "message": 'MountVolume.SetUp failed:\n  secret "x" not found'}]
+    process = launched.start([0])
+    shown('pending (FailedMount: MountVolume.SetUp failed: secret "x" not found)')
+    cluster.waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "rl:1"'}
+    shown('pending (ImagePullBackOff: Back-off pulling image "rl:1")')
+    condition = {"type": "Suspended", "status": "True", "message": "Job suspended"}  # by Kueue
+    cluster.objects["jobs", "a-run"]["status"]["conditions"] = [condition]
+    shown("pending (Suspended: Job suspended)")
+    cluster.objects["jobs", "a-run"]["status"]["conditions"] = []
+    pods, cluster.pods = cluster.pods, []
+    quota = {"involvedObject": {"name": "a-run"}, "reason": "FailedCreate", "message": "exceeded quota: gpus"}
+    cluster.warnings = [quota]
+    shown("pending (FailedCreate: exceeded quota: gpus)")
+    cluster.pods = pods
+    cluster.free.set()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+
+
+def test_a_pod_that_dies_is_replaced_five_times_at_most(cluster: FakeKubernetes, launched: Launched) -> None:
+    code, out = launched.finish([137, 1, 0])
+    assert (code, len(launched.calls())) == (1, 2), out  # the death was the retry
+    code, out = launched.finish([137] * 9)
+    assert (code, len(launched.calls())) == (137, 2 + 6), out
+    assert "Job has exceeded the specified maximal number of failed indexes" in out
+
+
+def test_a_submission_that_was_cut_short_is_completed(cluster: FakeKubernetes, launched: Launched) -> None:
+    cluster.trouble = lambda path: 503 if "/configmaps" in path or "propagationPolicy" in path else 0
+    code, out = launched.finish([0])
+    assert code == 1
+    assert "GET /api/v1/namespaces/rl/configmaps/a-run-config: 503 trouble of the test" in " ".join(out.split())
+    cluster.trouble = lambda path: 0
+    code, out = launched.finish([0])
+    assert code == 0, out
+    assert "Kubernetes job a-run runs this already" in out
 
 
 def test_the_words_of_a_server_that_refuses_are_shown(cluster: FakeKubernetes, launched: Launched) -> None:
