@@ -41,8 +41,9 @@ class EpisodeFailed(Exception):
 class EnvServed:
     """verifiers' environment server, started by the first rollout."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], seat: str) -> None:
+        """`seat`: the one that the policy plays."""
+        self._config, self._seat = config, seat
         self._starting = asyncio.Lock()
         self._client: Any = None
 
@@ -60,7 +61,7 @@ class EnvServed:
             renderer_model_name=tokenizer,
         )
         episode = await self._client.run(client=client, model=model, sampling=SamplingConfig(), task_data=dict(task))
-        return outcome_of(episode)
+        return outcome_of(episode, self._seat)
 
     async def _started(self) -> Any:
         from verifiers.v1.serve.client import EnvClient  # pyright: ignore[reportMissingImports]
@@ -90,7 +91,8 @@ def verifiers_agent(taskset: str, args: Mapping[str, Any]) -> Callable[..., Awai
     from verifiers.v1.serve.pool import env_config_data  # pyright: ignore[reportMissingImports]
     from verifiers.v1.utils.loaders import task_type  # pyright: ignore[reportMissingImports]
 
-    served = EnvServed(env_config_data(env_config(taskset, args)))
+    config = env_config(taskset, args)
+    served = EnvServed(env_config_data(config), policy_seat(taskset, config))
     known = task_type(taskset).data_type().model_fields  # a row may have more columns
 
     async def run(row: Mapping[str, Any], base_url: str, api_key: str, model: str, tokenizer: str) -> dict[str, Any]:
@@ -118,12 +120,32 @@ def env_config(taskset: str, args: Mapping[str, Any]) -> Any:
     return resolve_env_config(raw)
 
 
-def outcome_of(episode: Any) -> dict[str, Any]:
-    """Return an episode's mean reward over its traces, and their metrics. Raise if it failed."""
+def policy_seat(taskset: str, config: Any) -> str:
+    """Return the only seat that asks this run for its tokens. Raise if there are several: their turns come by the same
+    key, so those of a frozen user or judge, or of an opponent, would be trained on."""
+    from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
+
+    seats = {name: seat for name, seat in dict(config).items() if isinstance(seat, AgentConfig)}
+    ours = [name for name, seat in seats.items() if getattr(seat, "client", None) is None]
+    if len(ours) != 1:
+        found, one = ", ".join(ours) or "none", ours[-1] if ours else "user"
+        raise ValueError(
+            f"expected one seat of taskset {taskset} that the policy plays, found {found}: give every other one an "
+            f'endpoint, like args = {{"{one}.client.base_url" = "http://..."}}'
+        )
+    return ours[0]
+
+
+def outcome_of(episode: Any, seat: str) -> dict[str, Any]:
+    """Return an episode's mean reward over the policy's traces, and their metrics. Raise if it failed."""
     traces = list(episode.traces)
     if not (episode.ok and traces):
         errors = [error for each in (episode, *traces) for error in each.errors]
         raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it has no trace")
-    names = {name for trace in traces for name, value in trace.metrics.items() if value is not None}
-    metrics = {name: sum(trace.metrics.get(name) or 0.0 for trace in traces) / len(traces) for name in names}
-    return {**metrics, "reward": sum(trace.reward for trace in traces) / len(traces)}
+    own = [trace for trace in traces if trace.agent.name == seat]
+    if not own or not all(trace.agent.trainable for trace in own):
+        found = ", ".join(f"{each.agent.name}{'' if each.agent.trainable else ' (not trainable)'}" for each in traces)
+        raise EpisodeFailed(f"expected traces of seat {seat} that may be trained on, found {found}")
+    names = {name for trace in own for name, value in trace.metrics.items() if value is not None}
+    metrics = {name: sum(trace.metrics.get(name) or 0.0 for trace in own) / len(own) for name in names}
+    return {**metrics, "reward": sum(trace.reward for trace in own) / len(own)}

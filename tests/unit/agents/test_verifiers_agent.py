@@ -66,3 +66,20 @@ def test_a_taskset_that_there_is_not_is_named() -> None:
         ValueError, match=r"task\.agent = 'verifiers:none': ModuleNotFoundError: taskset 'none' not found"
     ):
         played({}, taskset="none")
+
+
+def test_seats_that_cannot_be_told_apart_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"that the policy plays, found agent, user: give every other one an endpoint"):
+        played({}, taskset="user_sim")
+
+
+def test_a_seat_with_an_endpoint_adds_nothing_to_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        found = played({"prompt": "p"}, taskset="user_sim", **{"user.client.base_url": "http://another"})
+    assert found == {"reward": 0.75, "turns": 2.0}
+
+
+def test_a_frozen_seat_is_not_trained() -> None:
+    with pytest.raises(Exception, match=r"traces of seat agent that may be trained on, found agent \(not trainable\)"):
+        played({"frozen": True})

@@ -31,7 +31,6 @@ def on(generator: GeneratorSection) -> Config:
         (with_rank(9), LLAMA_8B, "cuda", "merge"),
         (with_rank(0), LLAMA_8B, "cuda", "merge"),
         (RUN, QWEN_30B_A3B, "cuda", "merge"),
-        (replace(RUN, algorithm=replace(RUN.algorithm, name="sft")), LLAMA_8B, "cuda", "merge"),
     ],
 )
 def test_auto_is_adapter_wherever_vllm_can(config: Config, shape: ModelShape, device: str, expected: str) -> None:

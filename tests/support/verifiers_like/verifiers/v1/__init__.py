@@ -8,18 +8,27 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
-class AgentConfig: ...
+class AgentConfig(SimpleNamespace): ...
 
 
 class Settings(SimpleNamespace): ...
 
 
 class Data:
-    model_fields = ("idx", "prompt", "fails")
+    model_fields = ("idx", "prompt", "fails", "frozen")
 
 
 class EnvKind:
     model_fields = {"agent": SimpleNamespace(default=AgentConfig()), "timeout": SimpleNamespace(default=None)}  # noqa: RUF012
+
+
+class UserSimKind:
+    model_fields = {name: SimpleNamespace(default=AgentConfig()) for name in ("agent", "user")}  # noqa: RUF012
+
+
+def trace(reward: float, seat: str = "agent", *, trainable: bool) -> Any:
+    agent = SimpleNamespace(name=seat, trainable=trainable)
+    return SimpleNamespace(agent=agent, reward=reward, metrics={"turns": 2.0, "odd": None}, errors=[])
 
 
 class EnvClient:
@@ -37,9 +46,9 @@ class EnvClient:
             error = SimpleNamespace(type="HarnessError", message="as asked")
             return SimpleNamespace(ok=False, errors=[], traces=[SimpleNamespace(errors=[error])])
         print(json.dumps(said), file=sys.stderr, flush=True)
-        traces = [
-            SimpleNamespace(reward=reward, metrics={"turns": 2.0, "odd": None}, errors=[]) for reward in (1.0, 0.5)
-        ]
+        traces = [trace(reward, trainable=not task_data.get("frozen")) for reward in (1.0, 0.5)]
+        if "user" in self._config():
+            traces.append(trace(-3.0, "user", trainable=False))
         return SimpleNamespace(ok=True, errors=[], traces=traces)
 
     def _config(self) -> Any:
@@ -63,21 +72,32 @@ def serve_env(max_workers: int, address: str, config_data: dict[str, Any]) -> No
                 other.sendall(json.dumps(config_data).encode() + b"\n")
 
 
-def env_config_type(taskset: str, env: str) -> type[EnvKind]:
+def env_config_type(taskset: str, env: str) -> type:
+    if taskset == "user_sim":
+        return UserSimKind
     if taskset != "counting":
         raise ModuleNotFoundError(f"taskset {taskset!r} not found")
     return EnvKind
+
+
+def resolve_env_config(raw: dict[str, Any]) -> dict[str, Any]:
+    seats = env_config_type(raw["taskset"]["id"], "").model_fields
+    return {key: AgentConfig(**value) if key in seats else value for key, value in raw.items()}
+
+
+def env_config_data(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: vars(value) if isinstance(value, AgentConfig) else value for key, value in config.items()}
 
 
 MODULES: dict[str, dict[str, Any]] = {
     "configs.agent": {"AgentConfig": AgentConfig},
     "configs.client": {"TrainClientConfig": Settings},
     "serve.client": {"EnvClient": EnvClient},
-    "serve.pool": {"serve_env": serve_env, "env_config_data": dict},
+    "serve.pool": {"serve_env": serve_env, "env_config_data": env_config_data},
     "types": {"SamplingConfig": Settings},
     "utils.loaders": {
         "env_config_type": env_config_type,
-        "resolve_env_config": dict,
+        "resolve_env_config": resolve_env_config,
         "task_type": lambda taskset: SimpleNamespace(data_type=lambda: Data),
     },
 }
