@@ -67,7 +67,7 @@ class GeneratorMesh(Fleet):
                 env={**ENV, **env, **rank_place.env, **(meeting_file(rank_place.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
-            return Replica(replica, name, procs, settings, policy, rank_place.host.name)
+            return Replica(replica, name, procs, settings, policy, rank_place.host)
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, make=make)

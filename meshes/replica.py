@@ -17,6 +17,7 @@ from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.actors.vllm.generator import Generator, drain
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, death_behind, label
+from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.spawn import end
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RequestRefused, RunError
@@ -53,13 +54,18 @@ class Replica:
     """One engine: its processes, its open requests, and the tasks that carry requests in and answers out."""
 
     def __init__(
-        self, index: int, name: str, procs: ProcMesh, settings: EngineSettings, policy: GeneratorPolicy, host: str = ""
+        self,
+        index: int,
+        name: str,
+        procs: ProcMesh,
+        settings: EngineSettings,
+        policy: GeneratorPolicy,
+        host: Host | None = None,
     ) -> None:
-        """`host` is the name of its host."""
-        self.index, self.name, self.host = index, name, host
+        self.index, self.name, self.host = index, name, host.name if host else ""
         self.error: Exception | None = None  # final once set: another replica may take this one's index
         self.set_state(State.STARTING)
-        self._procs, self._policy = procs, policy
+        self._procs, self._policy, self._host = procs, policy, host
         self._warm = (
             False  # it has served weights; before, its process still imports modules and reads weights from disk
         )
@@ -208,7 +214,7 @@ class Replica:
 
     async def kill(self) -> None:
         """Kill the processes, in any state."""
-        await end(self.ranks, self._procs)
+        await end(self.ranks, self._procs, host=self._host)
 
     def fail(self, error: Exception) -> None:
         """Take no more requests, and fail the open ones."""

@@ -144,14 +144,18 @@ def _last_line(path: Path) -> str:
 _endings: set[asyncio.Task[None]] = set()
 
 
-async def end(names: Collection[str], *meshes: ProcMesh) -> None:
-    """Kill these processes, in any state. Monarch releases dead ones in the background, which takes seconds."""
+async def end(names: Collection[str], *meshes: ProcMesh, host: Host | None = None) -> None:
+    """Kill these processes, in any state. Monarch releases dead ones in the background, which takes seconds. If their
+    `host` is lost, that waits until they have ended there: Monarch fails an actor that answers one which it has stopped
+    in a living process, and a trainer's answers to a reader that is cut off arrive once the link is whole."""
     if alive := await deaths.kill(names):
         raise DeadlinePassed(f"{', '.join(alive)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
     if any(deaths.ended(name) == deaths.GONE for name in names):
         await asyncio.sleep(HOST_SECONDS)
 
     async def release(procs: ProcMesh) -> None:
+        if host is not None and host.lost():
+            await host.silenced()
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost
             await asyncio.wait_for(procs.stop().as_asyncio(), RELEASE_SECONDS)
 

@@ -87,6 +87,12 @@ class SeparateHost:
         places = [row[1].split(":") for row in rows if row[3] == "0A"]  # listening
         return {int(port, 16) for host, port in places if not host.endswith("7F")}
 
+    def received(self) -> int:
+        """Return the bytes that have come from other hosts."""
+        table = Path(f"/proc/{self.init.pid}/net/dev").read_text()
+        (row,) = (line.split() for line in table.splitlines() if line.strip().startswith("eth0:"))
+        return int(row[1])
+
     def pids(self) -> set[int]:
         """Return the processes of its living ranks."""
         return {process.pid for process in self.ranks().values()}

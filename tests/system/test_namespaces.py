@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from support.namespaces import SeparateHost, Switch, why_not
@@ -32,6 +33,9 @@ KEYS: dict[str, Any] = {
 PORT = 26600
 PORTS, HEAD_PORTS = range(26700, 26710), range(26800, 26806)  # at which workers serve runs, and runs their workers
 DETECT_SECONDS = 4
+WIDE: dict[str, Any] = {"model__dim": 512, "model__n_layers": 4, "model__hidden_dim": 1536, "algorithm__kl_coef": 0}
+READ_BYTES = 40 << 20  # fewer than a replica reads of a version of such weights
+FIRST_BYTES = 600  # more than a host gets, in the seconds after a cut, from machines that only look for its address
 HOLD = "HOLD_WRITE"  # names a file: while it exists, the second trainer rank stops inside its part of a checkpoint
 HOLDING = f"""
 import os, pathlib, time
@@ -220,6 +224,62 @@ def test_a_host_that_is_cut_off_inside_a_save_leaves_no_checkpoint_to_resume_fro
         host.heal()
         assert resumed_after(live, local) == half - 2, "the step before, which is whole"
     audited(live.run)
+
+
+def test_a_reader_whose_link_is_cut_fails_no_trainer(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up during a read, and its link is whole again while it lives: then the trainers still answer it.
+    Monarch fails an actor that answers one which it has stopped in a living process."""
+    held, host = tmp_path / "held", cluster.host("node3")
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    where = '{trainer = "0", generator = "1-2"}'
+    keys = {"training__steps": 8, "hosts__slots": 2, "hosts__orphan_seconds": 30, "placement__hosts": where, **WIDE}
+    with LiveOutput(cluster, tmp_path / "run", **keys, fault__detect_seconds=DETECT_SECONDS) as live:
+        live.run.wait_for_step(1, timeout=300)
+        assert set(host.ranks()) == {"generator1[tp=0]"}
+        trainers = [rank for name, rank in cluster.host("node1").ranks().items() if name.startswith("trainer")]
+        stop_within_a_read(live, host, trainers)
+        host.cut()
+        held.touch()
+        live.wait_for(live.incidents, f"{host.name} is given up")
+        received = host.received()
+        host.heal()
+        live.wait_for(lambda: host.received() > received + FIRST_BYTES, "the controller reaches it again")
+        for _ in range(100):  # few answers at a time, so that the read lasts until the controller's messages are obeyed
+            to_all(trainers, psutil.Process.resume)
+            time.sleep(0.005)
+            to_all(trainers, psutil.Process.suspend)
+            time.sleep(0.02)
+        to_all(trainers, psutil.Process.resume)
+        held.unlink()
+        assert live.run.process.wait(300) == 0, live.output
+    (incident,) = (each for each in live.incidents() if each["outcome"] == "back")
+    assert {each["who"] for each in live.incidents()} == {incident["who"]} == {"generator1"}, live.output
+    audited(live.run)
+
+
+def stop_within_a_read(live: LiveOutput, host: SeparateHost, trainers: Sequence[psutil.Process]) -> None:
+    """Suspend the trainers while a replica on a host reads weights from them."""
+
+    def stopped() -> bool:
+        begun = host.received()
+        time.sleep(0.01)
+        if host.received() < begun + READ_BYTES // 32:
+            return False
+        to_all(trainers, psutil.Process.suspend)
+        time.sleep(0.1)  # bytes on their way arrive
+        if host.received() < begun + READ_BYTES:
+            return True
+        to_all(trainers, psutil.Process.resume)  # it may be over
+        return False
+
+    live.wait_for(stopped, "a read is stopped halfway")
+
+
+def to_all(processes: Sequence[psutil.Process], do: Callable[[psutil.Process], None]) -> None:
+    for process in processes:
+        do(process)
 
 
 def resumed_after(live: LiveOutput, local: Run) -> int:
