@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pwd
+import resource
 import shutil
 import stat
 import sys
@@ -35,7 +36,11 @@ LONGEST_TMPDIR = 107 - 53
 
 def prepare_environment(detect_seconds: float = 2.0, tls: str = "", meshes: int = 0) -> None:
     """`detect_seconds` bounds how late Monarch itself notices a dead process, if the run has few `meshes`; `tls` is the
-    folder of this host's certificate."""
+    folder of this host's certificate. The limit of open files is raised as far as the user may: each agent's request
+    and each host is a connection."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError):  # the kernel's limit has become lower than the user's
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     seconds = max(detect_seconds / 2, min(meshes / POLLS, LONGEST_POLL_SECONDS))
     poll = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": f"{max(1, round(1000 * seconds))}ms"}  # default 10 s
     for name, value in {**CONTROLLER_ENV, **poll}.items():

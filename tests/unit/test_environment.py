@@ -222,3 +222,15 @@ def test_a_user_without_a_home_or_a_name_runs_the_programs(short: Path) -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("this user has no home folder\n", "")
+
+
+def test_the_limit_of_open_files_is_as_high_as_the_user_may_raise_it() -> None:
+    code = """
+import resource
+from titan_rl.environment import prepare_environment
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+prepare_environment()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
