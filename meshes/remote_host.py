@@ -30,6 +30,7 @@ from titan_rl.wire.worker_address import (
     split_address,
     takes_connections,
     why_silent,
+    why_untrusted,
 )
 
 LEAVE_SECONDS = 0.5
@@ -113,7 +114,7 @@ async def _joined(address: str, joining: Joining, say: Callable[[str], None]) ->
             joined = None
             while joined is None:
                 served = await _served(address)
-                joined = await _while_served(address, served, _claimed(served, joining, on_refusal))
+                joined = await _while_served(address, served, _claimed(served, joining, on_refusal), joining.tls)
     except NotAWorker as error:
         raise RunError(f"{address} cannot be joined: {error}") from None
     except TimeoutError:
@@ -148,14 +149,17 @@ async def _claimed(served: str, joining: Joining, on_refusal: Callable[[Refusal]
     return mesh, agent, facts, refusal
 
 
-async def _while_served(address: str, served: str, claim: Coroutine[Any, Any, Joined]) -> Joined | None:
+async def _while_served(address: str, served: str, claim: Coroutine[Any, Any, Joined], tls: str = "") -> Joined | None:
     """Return the result of a claim. None: the worker no longer serves at that port, as after a killed controller, so
-    the claim may never be answered."""
+    the claim may never be answered. A certificate of another CA is refused at once, because Monarch would be silent."""
     answer = asyncio.create_task(claim)
     try:
         while not (await asyncio.wait({answer}, timeout=CHECK_SECONDS))[0]:
             if await _served(address) != served:
                 return None
+            if tls and (why := await asyncio.to_thread(why_untrusted, served, tls)):
+                raise NotAWorker(why)
+            tls = ""  # it is checked once
         if answer.exception() is not None and await _served(address) != served:
             return None
         return answer.result()

@@ -81,7 +81,7 @@ def opted_out(hosts: "HostsSection") -> str:
 def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str = "") -> int:
     """`exposed`: why other users reach the sockets of this process. Without servers, it is a dry run."""
     from titan_rl.preflight.checks import checked_run
-    from titan_rl.preflight.checks.hosts import missing_addresses
+    from titan_rl.preflight.checks.hosts import missing_addresses, unreachable_controller
     from titan_rl.preflight.refusal import refuse
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
@@ -91,8 +91,8 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
     hosts = invocation.config.hosts
     if servers is None:
         exposed = opted_out(hosts) or isolation.refusal()
-    elif missing := list(missing_addresses(hosts)):
-        refuse(invocation.config_name, missing)
+    elif wrong := list(missing_addresses(hosts)) or list(unreachable_controller(hosts)):
+        refuse(invocation.config_name, wrong)
     if exposed and hosts.isolation == "require":
         expected = "hosts.isolation: expected a kernel that can isolate the run"
         refuse(invocation.config_name, [f"{expected}, found: {exposed}"])

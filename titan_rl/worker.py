@@ -41,6 +41,7 @@ from titan_rl.wire.worker_address import (
     port_range,
     split_address,
     takes_connections,
+    unreachable,
 )
 
 PR_SET_PDEATHSIG = 1
@@ -104,10 +105,8 @@ def refusals(address: str | None, tls: str, ports: str = "", *, insecure: bool) 
         scheme, host, _ = split_address(address or "")
     except ValueError:
         return [f"--address: expected tls://NAME:PORT, found {address or 'none'}"]
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        return [f"--address: expected a name or an address of this host, found {host} ({error})"]
+    if problem := unreachable(host, f"give --address {scheme}://IP:PORT"):
+        return [f"--address: {problem}"]
     try:
         port_range(ports)
     except ValueError as error:
@@ -116,7 +115,7 @@ def refusals(address: str | None, tls: str, ports: str = "", *, insecure: bool) 
         return [f"--address: expected tls://, or --insecure on a network that is yours alone, found {address}"]
     if scheme == "tls" and not tls:
         return ["--tls: expected the folder of this host's certificate (--init-tls makes one), found none"]
-    return [f"--tls: {problem}" for problem in certificate_problems(Path(tls))] if scheme == "tls" else []
+    return [f"--tls: {problem}" for problem in certificate_problems(Path(tls), host=host)] if scheme == "tls" else []
 
 
 def interrupt_at_eof() -> None:

@@ -264,13 +264,18 @@ def test_a_trainer_without_room_for_all_rows_continues_with_fewer_until_its_host
 
 def test_a_peer_without_a_certificate_of_this_ca_gets_nothing(runs: Runs, cluster: Cluster, tmp_path: Path) -> None:
     make_certificates(tmp_path / "strange", ["127.0.0.1"])
-    keys = {**KEYS, **cluster.keys, "hosts__join_seconds": 8, "placement__hosts": "{}"}
+    keys = {**KEYS, **cluster.keys, "placement__hosts": "{}"}
     strange = runs.start(tmp_path / "run", **{**keys, "hosts__tls": str(tmp_path / "strange" / "127.0.0.1")})
     out = strange.finish()
     assert strange.code == 1, out
     number = len(cluster.addresses)
     assert f"{number} of {number} hosts did not join" in out
-    assert "TLS fails: certificate signature failure" in " ".join(out.split())
+    assert "cannot be joined: TLS fails: certificate signature failure" in " ".join(out.split()), "at once"
+    elsewhere = runs.start(tmp_path / "elsewhere", **{**keys, "hosts__own_address": "192.0.2.1"})
+    out = elsewhere.finish()
+    assert elsewhere.code == 2, out
+    assert "  - hosts.own_address: expected a name or an address of this host, found 192.0.2.1" in out
+    assert "Traceback" not in out
     plain = cluster.addresses[0].replace("tls://", "tcp://")
     keys |= {"hosts__addresses": plain, "hosts__insecure": True, "hosts__tls": ""}
     run = runs.start(tmp_path / "plain", **keys)

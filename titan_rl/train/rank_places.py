@@ -18,6 +18,7 @@ from titan_rl.meshes.fork_servers import Kind
 from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.ssh_workers import ssh_workers
+from titan_rl.preflight.checks.hosts import own_address
 from titan_rl.preflight.placement import (
     Share,
     Unplaceable,
@@ -28,11 +29,10 @@ from titan_rl.preflight.placement import (
     slots_per_host,
 )
 from titan_rl.preflight.plan import Setup
-from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
-from titan_rl.wire.worker_address import address_of, free_port, port_range, route_to, split_address
+from titan_rl.wire.worker_address import address_of, free_port, port_range, split_address
 
 
 class RankPlaces:
@@ -194,11 +194,3 @@ def own_place(keys: HostsSection) -> str:
         return address_of(scheme, host, free_port(host, ports) if ports else 0)
     except OSError as error:
         raise RunError(f"hosts.ports: expected a free port at {host}, found: {error.strerror or error}") from None
-
-
-def own_address(keys: HostsSection) -> str:
-    """Return where workers reach this process: hosts.own_address, the name in this host's certificate, or the address
-    from which the first worker is reached."""
-    if keys.own_address or not keys.tls:
-        return keys.own_address or route_to(keys.addresses[0])
-    return certified_name(Path(keys.tls))

@@ -48,17 +48,23 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float = 365) -> 
         _write(folder / host / CA, ca.public_bytes(serialization.Encoding.PEM))
 
 
-def certified_name(folder: Path) -> str:
-    """Return the name or IP address that a host's certificate is for."""
+def certified_names(folder: Path) -> list[str]:
+    """Return the names and IP addresses that a host's certificate is for."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate((folder / CERT).read_bytes())
-    first = next(iter(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value))
-    return str(first.value)
+    found = (each.value for each in certificate.extensions if isinstance(each.value, x509.SubjectAlternativeName))
+    return [str(name.value) for names in found for name in names]
 
 
-def certificate_problems(folder: Path, now: datetime | None = None) -> Iterator[str]:
-    """Yield the problems of a host's files: one is missing, expired, or has another CA or key."""
+def is_certified(host: str, names: Sequence[str]) -> bool:
+    """Return True if these names of a certificate, or one that begins with "*.", cover a host."""
+    host = host.lower()
+    return bool({host, f"*.{host.partition('.')[2]}"} & {name.lower() for name in names})
+
+
+def certificate_problems(folder: Path, now: datetime | None = None, host: str = "") -> Iterator[str]:
+    """Yield the problems of a host's files: one is missing, expired, or has another CA or key, or is another host's."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import serialization
@@ -75,6 +81,10 @@ def certificate_problems(folder: Path, now: datetime | None = None) -> Iterator[
         if not each.not_valid_before_utc <= now <= each.not_valid_after_utc:
             valid = f"{each.not_valid_before_utc:%Y-%m-%d} to {each.not_valid_after_utc:%Y-%m-%d}"
             yield f"expected {folder / file} to be valid now, found {valid}"
+    names = certified_names(folder)
+    if not names or (host and not is_certified(host, names)):
+        found = " and ".join(names) or "no host"
+        yield f"expected {folder / CERT} to be the certificate of {host or 'a host'}, found one of {found}"
     if key.public_key() != certificate.public_key():
         yield f"expected the key of {folder / CERT} in {folder / KEY}, found another"
     try:

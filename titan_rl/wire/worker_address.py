@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,6 +137,28 @@ def route_to(address: str) -> str:
         return any_socket.getsockname()[0]
 
 
+def unreachable(host: str, instead: str) -> str:
+    """Return why other hosts cannot reach this one by a name or an IP, or "". A loopback address is right only where it
+    is meant: an IP, or localhost. `instead` is the remedy for this host's name."""
+    expected = "expected a name or an address of this host, found"
+    try:
+        found = [str(each[4][0]) for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        return f"{expected} {host} ({error})"
+    address = next((each for each in found if ":" not in each), found[0])
+    place = host if host == address else f"{host} -> {address}"
+    own = host.partition(".")[0] == socket.gethostname().partition(".")[0]
+    if own and host not in (address, "localhost") and ip_address(address).is_loopback:
+        return (
+            f"expected an address that other hosts reach, found {place} (/etc/hosts); {instead}, or correct /etc/hosts"
+        )
+    try:
+        listener(address).close()
+    except OSError:
+        return f"{expected} {place}, where it cannot listen"
+    return ""
+
+
 def takes_connections(address: str, seconds: float) -> bool:
     """Return whether something listens at an address: the kernel answers, however busy the host is."""
     return _failure(address, seconds) is None
@@ -154,6 +177,21 @@ def _failure(address: str, seconds: float) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def why_untrusted(address: str, tls: str) -> str:
+    """Return why the certificate that is shown at an address is refused, or "" also if none is shown."""
+    _, host, port = split_address(address)
+    context = ssl.create_default_context(cafile=str(Path(tls) / CA))
+    context.load_cert_chain(Path(tls) / CERT, Path(tls) / KEY)
+    try:
+        with socket.create_connection((host, port), SECONDS) as connection:
+            context.wrap_socket(connection, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        return f"TLS fails: {error.verify_message}"
+    except OSError:  # a deadline ends the wait for it
+        pass
+    return ""
 
 
 def why_silent(address: str, tls: str = "") -> str:

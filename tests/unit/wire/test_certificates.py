@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.wire.certificates import certificate_problems, certified_name, make_certificates
+from titan_rl.wire.certificates import certificate_problems, certified_names, is_certified, make_certificates
 from titan_rl.wire.worker_address import split_address, takes_connections, why_silent
 from titan_rl.worker import refusals
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_host_gets_its_certificate_and_key_which_no_other_user_reads(folder: Path) -> None:
     for name in ("127.0.0.1", "node1"):
         assert list(certificate_problems(folder / name)) == []
-        assert certified_name(folder / name) == name
+        assert certified_names(folder / name) == [name]
         assert {path.name for path in (folder / name).iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
     assert (folder / "ca.key").stat().st_mode & 0o077 == 0
     assert (folder / "node1" / "cert.pem").read_bytes() != (folder / "127.0.0.1" / "cert.pem").read_bytes()
@@ -127,3 +127,21 @@ def test_a_worker_without_certificates_does_not_start(folder: Path) -> None:
     assert refusals("tls://127.0.0.1:26600", str(folder / "127.0.0.1"), insecure=False) == []
     assert "valid now" in refusals("tls://127.0.0.1:26600", str(folder / "expired/127.0.0.1"), insecure=False)[0]
     assert "-no-such-host-." in refusals("tcp://-no-such-host-.:1", "", insecure=True)[0]
+    (problem,) = refusals("tls://localhost:26600", str(folder / "127.0.0.1"), insecure=False)
+    assert problem.startswith("--tls: expected ")
+    assert problem.endswith("cert.pem to be the certificate of localhost, found one of 127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "covered"),
+    [
+        ("node1", ["node1", "10.0.0.1"], True),
+        ("10.0.0.1", ["node1", "10.0.0.1"], True),
+        ("Node1.cluster", ["*.cluster"], True),
+        ("a.node1.cluster", ["*.cluster"], False),
+        ("node1", ["node2"], False),
+        ("node1", [], False),
+    ],
+)
+def test_a_certificate_is_for_its_names(host: str, names: list[str], covered: bool) -> None:
+    assert is_certified(host, names) == covered

@@ -19,6 +19,7 @@ from titan_rl.wire.worker_address import (
     look_up,
     port_range,
     split_address,
+    unreachable,
 )
 
 
@@ -107,3 +108,31 @@ def test_a_silent_listener_may_only_be_busy() -> None:
 @pytest.mark.parametrize("address", ["tls://node1:26600", "tcp://10.0.0.7:1", "tls://[fd00::1]:26600"])
 def test_an_address_is_put_together_as_it_was_taken_apart(address: str) -> None:
     assert address_of(*split_address(address)) == address
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "found"),
+    [
+        (
+            "node2",
+            "127.0.1.1",
+            "an address that other hosts reach, found node2 -> 127.0.1.1 (/etc/hosts); use an IP, or",
+        ),
+        ("node2.cluster", "127.0.1.1", "an address that other hosts reach, found node2.cluster -> 127.0.1.1"),
+        ("node3", "192.0.2.3", "a name or an address of this host, found node3 -> 192.0.2.3, where it cannot listen"),
+        ("192.0.2.3", "192.0.2.3", "a name or an address of this host, found 192.0.2.3, where it cannot listen"),
+        ("node2", "127.0.0.1", "an address that other hosts reach"),
+        ("localhost", "127.0.0.1", ""),
+        ("127.0.0.1", "127.0.0.1", ""),
+        ("one-machine", "127.0.0.1", ""),
+    ],
+)
+def test_an_address_that_other_hosts_cannot_reach_is_refused(
+    host: str, resolved: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On node2, as Debian's installer names it in /etc/hosts."""
+    lookup = socket.getaddrinfo
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **options: lookup(resolved, *rest, **options))
+    assert unreachable(host, "use an IP").startswith(f"expected {found}" if found else "")
+    assert bool(unreachable(host, "use an IP")) == bool(found)

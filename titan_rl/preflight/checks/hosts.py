@@ -13,8 +13,8 @@ from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
 from titan_rl.preflight.refusal import problem
-from titan_rl.wire.certificates import CERT, certificate_problems
-from titan_rl.wire.worker_address import port_range, split_address
+from titan_rl.wire.certificates import CERT, certificate_problems, certified_names
+from titan_rl.wire.worker_address import port_range, route_to, split_address, unreachable
 
 MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
 MOST_PROCESSES = 64  # hosts on one machine
@@ -109,6 +109,21 @@ def missing_addresses(hosts: HostsSection) -> Iterator[str]:
             where = "where workers shall listen, such as tls://node1:26600"
         expected = f"{hosts.count or 'at least one'}, {where}"
         yield f"hosts.addresses: expected {expected}, found {len(hosts.addresses)}"
+
+
+def own_address(keys: HostsSection) -> str:
+    """Return where workers reach this process: hosts.own_address, the name in this host's certificate, or the address
+    from which the first worker is reached."""
+    if keys.own_address or not keys.tls:
+        return keys.own_address or route_to(keys.addresses[0])
+    return certified_names(Path(keys.tls))[0]
+
+
+def unreachable_controller(hosts: HostsSection) -> Iterator[str]:
+    """Yield a problem if the workers cannot reach this process. A dry run may be for another machine."""
+    named = hosts.at_addresses and (hosts.own_address or hosts.tls)
+    if named and (why := unreachable(own_address(hosts), "set it to an IP of this host")):
+        yield f"hosts.own_address: {why}"
 
 
 def attach_warnings(config: Config) -> Iterator[str]:
