@@ -96,6 +96,7 @@ def ctld(argv: Sequence[str]) -> None:
             "SLURM_JOB_NODELIST": ",".join(facts["nodes"]),
             "SLURMD_NODENAME": facts["nodes"][0],
             "SLURM_RESTART_COUNT": str(facts["restarts"]),
+            "SLURM_NTASKS": str(len(facts["nodes"]) * int(facts["given"]["ntasks-per-node"])),
         }
         with open(output, "ab") as log:
             batch = subprocess.Popen(
@@ -154,13 +155,21 @@ def signal_all(job: str, number: int, step: str = "*") -> None:
 def srun(argv: Sequence[str]) -> None:
     at = argv.index("bash")
     given, job = options(argv[:at]), os.environ["SLURM_JOB_ID"]
-    nodes = state_of(job)["nodes"][: int(given["nodes"])]
+    facts = state_of(job)
+    if given.get("gres") == "none" and "gpus-per-node" in facts["given"]:
+        specification = "Invalid Trackable RESource (TRES) specification"
+        sys.exit(f"srun: error: Unable to create step for job {job}: {specification}")
+    nodes = facts["nodes"][: int(given["nodes"])]
     if named := given.get("nodelist"):
         nodes = [named]
+    number = int(given.get("ntasks") or os.environ["SLURM_NTASKS"])  # of all its tasks, whatever --ntasks-per-node is
+    if number > len(nodes):
+        can = "srun: Warning: can't honor --ntasks-per-node set to"
+        print(f"{can} {given['ntasks-per-node']} which doesn't match the requested tasks {number}", file=sys.stderr)
     step = numbered(CLUSTER / job / "steps")
     (CLUSTER / job / "steps" / str(step) / "arguments").write_text("\n".join(argv))
     tasks = []
-    for node in nodes:
+    for node in (nodes[task % len(nodes)] for task in range(number)):
         own = {**os.environ, "SLURMD_NODENAME": node, "SLURM_STEP_ID": str(step)}
         with open(given["output"].replace("%N", node) if "output" in given else "/dev/stdout", "ab") as log:
             task = subprocess.Popen(argv[at:], env=own, stdout=log, stderr=log, start_new_session=True)

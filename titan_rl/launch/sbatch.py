@@ -86,7 +86,7 @@ def script(job: Job, cwd: Path) -> str:
         "CONFIG": job.toml(),
         "WORKERS": workers(job, cwd) if several else "",
         "RUN_COMMAND": shlex.quote(run_command(job)),
-        "RUN_ARGS": step_arguments(job, cwd, "--nodes=1", *(["--overlap", "--gres=none"] if several else [])),
+        "RUN_ARGS": first_node_arguments(job, cwd) if several else step_arguments(job, cwd, 1),
         "RUN_VALUES": ' "$addresses" "$tls"' if several else "",
         "WAIT": WAIT,
         "END_WORKERS": END_WORKERS if several else "",
@@ -102,7 +102,7 @@ def workers(job: Job, cwd: Path) -> str:
         "INIT_COMMAND": shlex.quote(
             commands(job, f'exec {python(job)} -m titan_rl.worker --init-tls "$1" --hosts "$2"')
         ),
-        "INIT_ARGS": step_arguments(job, cwd, "--nodes=1", "--overlap", "--gres=none"),
+        "INIT_ARGS": first_node_arguments(job, cwd),
     }
     made = filled(CERTIFICATES, own) if job.scheme == "tls" and not tls else f"tls={shlex.quote(tls)}\n"
     parts = {
@@ -112,7 +112,7 @@ def workers(job: Job, cwd: Path) -> str:
         "CERTIFICATES": made,
         "WORKER_COMMAND": shlex.quote(worker_command(job)),
         "WORKER_ARGS": step_arguments(
-            job, cwd, f"--nodes={job.nodes}", "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.own}/%N.log"
+            job, cwd, job.nodes, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.own}/%N.log"
         ),
     }
     return filled(WORKERS, parts)
@@ -143,10 +143,16 @@ def arguments(job: Job, cwd: Path) -> list[str]:
     return [*named, *whole, "--open-mode=append", "--requeue", *launch.extra_args]
 
 
-def step_arguments(job: Job, cwd: Path, *own: str) -> str:
-    """Return the arguments of an srun step: one process on each of its nodes, with all their cores."""
+def first_node_arguments(job: Job, cwd: Path) -> str:
+    """Return the arguments of a step on the first node, next to the workers' step, which has the GPUs."""
+    return step_arguments(job, cwd, 1, "--overlap", *(["--gpus-per-node=0"] if job.gpus else []))
+
+
+def step_arguments(job: Job, cwd: Path, nodes: int, *own: str) -> str:
+    """Return the arguments of an srun step: one process on each of `nodes` nodes, with all their cores. Each step has
+    its own --ntasks: sbatch exports the job's number of tasks, which srun would take."""
     launch = job.config.launch
-    options = ["--ntasks-per-node=1", "--cpu-bind=none", *own]
+    options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none", *own]
     if launch.cpus_per_node:
         options.append(f"--cpus-per-task={launch.cpus_per_node}")  # srun does not take it from sbatch
     if launch.image:

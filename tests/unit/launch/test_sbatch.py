@@ -79,6 +79,19 @@ def test_gpus_follow_from_the_slots_unless_the_run_is_on_the_cpu() -> None:
     assert not any("gpus" in line for line in asked(script_of("hosts.slots=8", "hosts.device=cpu")))
 
 
+def test_steps_have_their_own_number_of_tasks_and_only_the_workers_have_gpus() -> None:
+    """srun takes from the environment what a step does not name."""
+    certificates, run, workers = steps(script_of("hosts.slots=8", "hosts.count=3"))
+    run, workers = (workers, run) if "--nodes=3" in run else (run, workers)
+    for step in (certificates, run):
+        assert " --nodes=1 --ntasks=1 " in step
+        assert " --gpus-per-node=0 " in step
+    assert " --nodes=3 --ntasks=3 " in workers
+    assert "gpus" not in workers
+    assert "gpus" not in "".join(steps(script_of("hosts.slots=8")))
+    assert "gpus" not in "".join(steps(script_of("hosts.count=2", "hosts.device=cpu")))
+
+
 def test_the_grace_of_the_run_is_within_that_of_the_job() -> None:
     assert "--signal=B:USR1@330" in asked(script_of("fault.stop_grace_seconds=300"))
 

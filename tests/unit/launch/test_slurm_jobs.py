@@ -141,8 +141,9 @@ def test_ctrl_c_leaves_the_job_and_the_same_command_follows_it_again(slurm: Fake
 
 
 def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launched: Launched) -> None:
-    code, out = launched.finish([0], "--hosts.count=2", "--hosts.device=cpu")
+    code, out = launched.finish([0], "--hosts.count=2", "--hosts.slots=2")
     assert code == 0, out
+    assert "srun: " not in out
     (job,) = slurm.jobs()
     port = 20000 + int(job) % 10000
     certificates, *others = launched.calls()
