@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,12 @@ class SeparateHost:
     address: str
     init: psutil.Process
     port: str  # a port of the switch
-    own_processes: bool
+    own: Sequence[str]  # options of nsenter for what only some hosts have
     switch: "Switch"
 
     def command(self, *words: str) -> list[str]:
         """Return a command that runs `words` on this host, in the current folder."""
-        inner = ["--pid"] if self.own_processes else []
-        namespaces = ["--net", "--uts", "--mount", *inner, f"--wdns={os.getcwd()}"]
+        namespaces = ["--net", "--uts", "--mount", *self.own, f"--wdns={os.getcwd()}"]
         return ["nsenter", "--target", str(self.init.pid), *namespaces, *words]
 
     def cut(self) -> None:
@@ -68,6 +67,11 @@ class SeparateHost:
 
     def heal(self) -> None:
         self.switch.plug(self.port)
+
+    def die(self) -> None:
+        """Kill all its processes at once, as a power cut does. `Switch.boot` starts a new host of its name."""
+        self.init.kill()
+        self.init.wait()
 
     def ranks(self) -> dict[str, psutil.Process]:
         """Return the living ranks on this host, by name, without snapshot servers."""
@@ -101,21 +105,34 @@ class SeparateHost:
 class Switch:
     """A bridge in a separate network, and the hosts that are plugged into it."""
 
-    def __init__(self, stack: ExitStack, hosts_file: Path, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        hosts_file: Path,
+        names: Sequence[str],
+        inner: Callable[[str], Sequence[str]] = lambda _: (),
+        own: Sequence[str] = (),
+    ) -> None:
         """The hosts know each other by these names. The last is the one for controllers: it has the processes of this
-        machine."""
-        self._stack, self._hosts_file = stack, hosts_file
-        addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=10)}
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        machine. `inner` returns a command by which another host's first process executes what follows it, `own` are
+        the options of nsenter for what that command makes."""
+        self._stack, self._hosts_file, self._inner, self._own = stack, hosts_file, inner, own
+        self._addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=10)}
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._addresses.items())]
         hosts_file.write_text("\n".join(lines) + "\n")
         self._init = self._start([], "ip link set lo up && ip link add br0 type bridge && ip link set br0 up")
         self.hosts: dict[str, SeparateHost] = {}
-        for name, address in addresses.items():
-            self.hosts[name] = self._plug_in(name, address, own_processes=name != names[-1])
+        for name in names:
+            self.boot(name, own_processes=name != names[-1])
 
-    def _start(self, namespaces: Sequence[str], setup: str) -> psutil.Process:
+    def boot(self, name: str, *, own_processes: bool = True) -> SeparateHost:
+        """Start a host of this name, which has died or was never there."""
+        self.hosts[name] = self._plug_in(name, self._addresses[name], own_processes=own_processes)
+        return self.hosts[name]
+
+    def _start(self, namespaces: Sequence[str], setup: str, inner: Sequence[str] = ()) -> psutil.Process:
         """Start the first process of new namespaces, a network among them, and return it once these are set up."""
-        init = [sys.executable, "-I", "-S", "-c", INIT]
+        init = [*inner, sys.executable, "-I", "-S", "-c", INIT]
         command = ["unshare", "--net", *namespaces, "--fork", "--kill-child=SIGKILL"]
         process = subprocess.Popen(
             [*command, "sh", "-c", f'{setup} && exec "$@"', "init", *init],
@@ -138,13 +155,13 @@ class Switch:
         port = f"to-{name}"
         namespaces = ["--uts", "--mount", *(["--pid", "--mount-proc"] if own_processes else [])]
         named = f"hostname {name} && mount --bind {self._hosts_file} /etc/hosts && ip link set lo up"
-        init = self._start(namespaces, named)
+        init = self._start(namespaces, named, self._inner(name) if own_processes else ())
         self._ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(init.pid))
         self.plug(port)
         inside = ["nsenter", "--target", str(init.pid), "--net", "ip"]
         subprocess.run([*inside, "addr", "add", f"{address}/24", "dev", "eth0"], check=True)
         subprocess.run([*inside, "link", "set", "eth0", "up"], check=True)
-        return SeparateHost(name, address, init, port, own_processes, self)
+        return SeparateHost(name, address, init, port, ["--pid", *self._own] if own_processes else [], self)
 
     def plug(self, port: str) -> None:
         self._ip("link", "set", port, "master", "br0", "up")

@@ -3,7 +3,8 @@
     srun, on every node      python -m titan_rl.worker     if there are several nodes; one log per node
     srun, on the first node  python -m titan_rl.run        joins the workers
 
-Each step writes its number to launch/step-*, by which it is signalled: a container has its own process ids.
+The run's step writes its number to launch/step-run, by which it is signalled: a container has its own process ids. The
+workers end at the end of their input: Slurm takes no signals for steps of a job that it is ending.
 """
 
 import re
@@ -11,9 +12,12 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from titan_rl.config.sections import HostsSection
 from titan_rl.launch.job import REQUEUES, RETRIES, WAIT, Job
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels deal out by themselves
+JOIN_SECONDS = 1800  # hosts.join_seconds of a job that sets none: nodes may import an image first
+END_SECONDS = 30  # for the workers to end; a lost node's never answers
 
 SCRIPT = """\
 #!/bin/bash
@@ -22,57 +26,98 @@ SCRIPT = """\
 # The log's folder must exist when the job starts: mkdir -p @LAUNCH@
 launch=@LAUNCH@
 mkdir -p "$launch"
-rm -f "$launch"/step-*
+rm -f "$launch/step-run"
 cat > "$launch"/@CONFIG_FILE@ <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG
+# srun hands these limits on: sockets of many ranks, memory for RDMA.
+ulimit -Sn "$(ulimit -Hn)"
+ulimit -Sl "$(ulimit -Hl)"
+restarts=${SLURM_RESTART_COUNT:-0}
+run= asked= interrupted= stopping=
+
+stop_run() {
+    [ -n "$run" ] && [ -z "$stopping" ] || return
+    stopping=1
+    until [ -s "$launch/step-run" ] || ! kill -0 "$run" 2> /dev/null; do sleep 1; done
+    [ ! -s "$launch/step-run" ] || scancel --signal=TERM "$SLURM_JOB_ID.$(cat "$launch/step-run")"
+}
+# Before the time limit Slurm signals this script only (USR1). When it ends the job, it signals all steps (TERM).
+trap 'asked=1 interrupted=1; stop_run' USR1
+trap 'interrupted=1' TERM
+
+preempted() {  # since this start
+    local facts started at
+    facts=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+    started=${facts#* StartTime=} at=${facts#* PreemptTime=}
+    started=${started%% *} at=${at%% *}
+    [[ "$at" = [0-9]* && ! "$at" < "$started" ]]
+}
+requeue() {
+    echo "titan_rl.launch: $1"
+    trap exit TERM  # by which Slurm ends this script
+    scontrol requeue "$SLURM_JOB_ID" || return
+    sleep 600 &
+    wait
+    exit
+}
+finish() {
+    [ "$code" != 143 ] || code=130  # the step was stopped before the run handled signals
+    if [ "$code" = 130 ] && { [ -n "$asked" ] || preempted; } && [ "$restarts" -lt @REQUEUES@ ]; then
+        requeue "back to the queue, to continue (at most @REQUEUES@ times)"
+    elif [ "$code" = 1 ]; then
+        echo failed >> "$launch/failed-$SLURM_JOB_ID"
+        failed=$(wc -l < "$launch/failed-$SLURM_JOB_ID")
+        [ "$failed" -gt @RETRIES@ ] || requeue "the run failed; retry $failed of at most @RETRIES@"
+    fi
+    echo "$code" > "$launch/exit-$SLURM_JOB_ID"
+    exit "$code"
+}
 @WORKERS@
 step=@RUN_COMMAND@
 srun@RUN_ARGS@ --nodelist="$SLURMD_NODENAME" bash -c "$step" run@RUN_VALUES@ &
 run=$!
-
-signal_step() { [ ! -s "$launch/step-$2" ] || scancel --signal="$1" "$SLURM_JOB_ID.$(cat "$launch/step-$2")"; }
-# Before the time limit Slurm signals this script only (USR1). When it ends the job, it signals all steps (TERM).
-asked= interrupted=
-trap 'asked=1 interrupted=1; signal_step TERM run' USR1
-trap 'interrupted=1' TERM
-@WAIT@@END_WORKERS@
-requeue() {
-    echo "titan_rl.launch: $1"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 600  # Slurm ends this script
-}
-restarts=${SLURM_RESTART_COUNT:-0}
-if [ "$code" = 130 ] && [ -n "$asked" ] && [ "$restarts" -lt @REQUEUES@ ]; then
-    requeue "back to the queue, to continue (at most @REQUEUES@ times)"
-elif [ "$code" = 1 ]; then
-    echo failed >> "$launch/failed-$SLURM_JOB_ID"
-    failed=$(wc -l < "$launch/failed-$SLURM_JOB_ID")
-    [ "$failed" -gt @RETRIES@ ] || requeue "the run failed; retry $failed of at most @RETRIES@"
-fi
-echo "$code" > "$launch/exit-$SLURM_JOB_ID"
-exit "$code"
+[ -z "$asked" ] || stop_run
+@WATCH@@WAIT@@END_WORKERS@finish
 """
 
 WORKERS = """
-port=$((@FIRST_PORT@ + SLURM_JOB_ID % @PORTS@))
+port=$((@FIRST_PORT@ + (SLURM_JOB_ID + 101 * restarts) % @PORTS@))
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 addresses=$(printf "@SCHEME@://%s:$port," "${nodes[@]}")
 addresses=${addresses%,}
 @CERTIFICATES@step=@WORKER_COMMAND@
-srun@WORKER_ARGS@ bash -c "$step" worker "$port" "$tls" &
+exec 9> >(exec srun@WORKER_ARGS@ bash -c "$step" worker "$port" "$tls")
 workers=$!
 """
 
 CERTIFICATES = """\
 tls=$launch/tls-$SLURM_JOB_ID
+trap 'rm -rf "$tls"' EXIT
 step=@INIT_COMMAND@
-srun@INIT_ARGS@ bash -c "$step" certificates "$tls" "$(IFS=,; echo "${nodes[*]}")" || exit 1
+@INIT_STEP@bash -c "$step" certificates "$tls" "$(IFS=,; echo "${nodes[*]}")"
+code=$?
+rm -f "$tls/ca.key"
+[ "$code" = 0 ] || finish
+"""
+
+WATCH = """\
+{
+    while kill -0 "$workers" 2> /dev/null; do sleep 1; done
+    echo "titan_rl.launch: the workers ended before the run; their logs: $launch/NODE.log"
+    stop_run
+} 9>&- &
+watch=$!
 """
 
 END_WORKERS = """\
-until [ -s "$launch/step-workers" ] || ! kill -0 "$workers" 2> /dev/null; do sleep 1; done
-signal_step KILL workers
-wait "$workers"
-rm -rf "$launch/tls-$SLURM_JOB_ID"
+kill -0 "$workers" 2> /dev/null || case $code in 130 | 143) code=1 ;; esac
+kill "$watch" 2> /dev/null
+exec 9>&-
+for ((second = 0; second < @END_SECONDS@; second++)); do
+    kill -0 "$workers" 2> /dev/null || break
+    sleep 1
+done
+kill -KILL "$workers" 2> /dev/null
 """
 
 
@@ -88,8 +133,9 @@ def script(job: Job, cwd: Path) -> str:
         "RUN_COMMAND": shlex.quote(run_command(job)),
         "RUN_ARGS": first_node_arguments(job, cwd) if several else step_arguments(job, cwd, 1),
         "RUN_VALUES": ' "$addresses" "$tls"' if several else "",
+        "WATCH": WATCH if several else "",
         "WAIT": WAIT,
-        "END_WORKERS": END_WORKERS if several else "",
+        "END_WORKERS": filled(END_WORKERS, {"END_SECONDS": str(END_SECONDS)}) if several else "",
         "REQUEUES": str(REQUEUES),
         "RETRIES": str(RETRIES),
     }
@@ -98,11 +144,10 @@ def script(job: Job, cwd: Path) -> str:
 
 def workers(job: Job, cwd: Path) -> str:
     tls = job.config.hosts.tls
+    make = f'exec {python(job)} -m titan_rl.worker --init-tls "$1" --hosts "$2" > /dev/null'
     own = {
-        "INIT_COMMAND": shlex.quote(
-            commands(job, f'exec {python(job)} -m titan_rl.worker --init-tls "$1" --hosts "$2"')
-        ),
-        "INIT_ARGS": first_node_arguments(job, cwd),
+        "INIT_COMMAND": shlex.quote(commands(job, make)),
+        "INIT_STEP": f"srun{first_node_arguments(job, cwd)} " if job.config.launch.image else "",
     }
     made = filled(CERTIFICATES, own) if job.scheme == "tls" and not tls else f"tls={shlex.quote(tls)}\n"
     parts = {
@@ -112,7 +157,7 @@ def workers(job: Job, cwd: Path) -> str:
         "CERTIFICATES": made,
         "WORKER_COMMAND": shlex.quote(worker_command(job)),
         "WORKER_ARGS": step_arguments(
-            job, cwd, job.nodes, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.own}/%N.log"
+            job, cwd, job.nodes, "--no-kill", "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.own}/%N.log"
         ),
     }
     return filled(WORKERS, parts)
@@ -140,7 +185,8 @@ def arguments(job: Job, cwd: Path) -> list[str]:
     }
     whole = [] if launch.cpus_per_node else ["--exclusive", *([] if launch.memory_gb_per_node else ["--mem=0"])]
     named = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
-    return [*named, *whole, "--open-mode=append", "--requeue", *launch.extra_args]
+    several = ["--no-kill"] if job.nodes > 1 else []  # the run outlives lost nodes
+    return [*named, *whole, *several, "--open-mode=append", "--requeue", *launch.extra_args]
 
 
 def first_node_arguments(job: Job, cwd: Path) -> str:
@@ -172,14 +218,19 @@ def python(job: Job) -> str:
 
 
 def worker_command(job: Job) -> str:
-    """$1 is the port, $2 the folder of the certificates."""
+    """$1 is the port, $2 the folder of the certificates. The worker alone reads the input."""
     own = "" if job.config.hosts.tls else "/$SLURMD_NODENAME"
     tls = f' --tls "$2{own}"' if job.scheme == "tls" else " --insecure"
-    return commands(
-        job,
-        f'echo "$SLURM_STEP_ID" > {shlex.quote(str(job.own / "step-workers"))}',
-        "trap '' TERM HUP INT  # ranks stay until the run has saved",
-        f'exec {python(job)} -m titan_rl.worker --address "{job.scheme}://$SLURMD_NODENAME:$1"{tls}',
+    address = f'"{job.scheme}://$SLURMD_NODENAME:$1"'
+    return "\n".join(
+        [
+            "exec 3<&0 < /dev/null",
+            commands(
+                job,
+                "trap '' TERM HUP INT  # ranks stay until the run has saved",
+                f"exec {python(job)} -m titan_rl.worker --address {address}{tls} --until-eof <&3 3<&-",
+            ),
+        ]
     )
 
 
@@ -188,9 +239,12 @@ def run_command(job: Job) -> str:
     own = "" if job.config.hosts.tls else "/$SLURMD_NODENAME"
     joined = ' --hosts.kind=attach --hosts.addresses="$1" --hosts.own_address="$SLURMD_NODENAME"'
     joined += f' --hosts.tls="$2{own}"' if job.scheme == "tls" else ""
-    return commands(
-        job,
-        f'echo "$SLURM_STEP_ID" > {shlex.quote(str(job.own / "step-run"))}',
-        f"exec {python(job)} -m titan_rl.run --config {shlex.quote(str(job.own / job.config_file))}"
-        f"{joined if job.nodes > 1 else ''}",
+    if job.config.hosts.join_seconds == HostsSection().join_seconds:
+        joined += f" --hosts.join_seconds={JOIN_SECONDS}"
+    config = shlex.quote(str(job.own / job.config_file))
+    return "\n".join(
+        [
+            f'echo "$SLURM_STEP_ID" > {shlex.quote(str(job.own / "step-run"))}',
+            commands(job, f"exec {python(job)} -m titan_rl.run --config {config}{joined if job.nodes > 1 else ''}"),
+        ]
     )

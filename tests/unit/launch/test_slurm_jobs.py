@@ -23,7 +23,7 @@ case "$2 $3" in
 titan_rl.worker*)
     echo "a worker on $SLURMD_NODENAME"
     touch "$here/up-$SLURMD_NODENAME"
-    while :; do sleep 0.05; done ;;
+    exec cat ;;
 *)
     code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
     until [[ "$*" != *=attach* || -e "$here/up-127.0.0.3" && -e "$here/up-127.0.0.2" ]]; do sleep 0.05; done
@@ -150,7 +150,7 @@ def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launch
     tls = launched.run / f"launch/tls-{job}"
     assert certificates == f"127.0.0.2 -m titan_rl.worker --init-tls {tls} --hosts 127.0.0.2,127.0.0.3"
     assert sorted(call for call in others if "titan_rl.worker" in call) == [
-        f"{node} -m titan_rl.worker --address tls://{node}:{port} --tls {tls}/{node}"
+        f"{node} -m titan_rl.worker --address tls://{node}:{port} --tls {tls}/{node} --until-eof"
         for node in ("127.0.0.2", "127.0.0.3")
     ]
     (run,) = [call for call in others if "titan_rl.run" in call]
