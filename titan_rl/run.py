@@ -1,6 +1,7 @@
 """`python -m titan_rl.run --config grpo_llama.toml`
 
-Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by a signal.
+Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 3 failed for want of a learning
+signal, 130 stopped by a signal.
 """
 
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, private_folder, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
-from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
+from titan_rl.wire.program import DONE, FAILED, FAILED_AGAIN, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the fork servers import too
     from titan_rl.config.sections import Config, HostsSection
@@ -161,7 +162,7 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
     except RunError as error:
         terminal.error(str(error), error.details)
         terminal.note(resume_hint(setup))
-        return FAILED
+        return FAILED_AGAIN if error.again else FAILED
     except asyncio.CancelledError:
         finished = False
     finally:

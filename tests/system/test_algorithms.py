@@ -236,7 +236,7 @@ def test_without_a_signal_a_run_stops_and_says_why(
 ) -> None:
     run = runs.start(tmp_path / "run", training__steps=50, algorithm__max_dead_steps=3, cold_start__steps=0)
     out = run.finish()
-    assert run.code == 1, out
+    assert run.code == 3, out
     assert "3 steps in a row had no learning signal" in out
     assert "algorithm.max_dead_steps" in out
     assert "The answers are noise: entropy" in out  # its weights are random

@@ -97,6 +97,7 @@ class Health:
                 f"{cause[0].upper()}{cause[1:]}. The last step's first group: {groups[0].rewards}. A checkpoint was "
                 "saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces such groups. "
                 f"{self._more}",
+                again=True,
             )
         return None
 

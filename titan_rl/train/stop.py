@@ -21,6 +21,12 @@ from titan_rl.wire.types import PhaseName
 T = TypeVar("T")
 
 SAME_SECONDS = 0.25  # signals closer than this are one request: a wrapper forwards the signal that the terminal sent
+SAME_TERM_SECONDS = 5.0  # a SIGTERM this close is no other request either: Slurm sends two to a job that it ends
+
+
+def same_seconds(number: int) -> float:
+    """Return how long a signal belongs to the request of the signal before it."""
+    return SAME_TERM_SECONDS if number == signal.SIGTERM else SAME_SECONDS
 
 
 class Stops:
@@ -50,7 +56,7 @@ class Stops:
 
     def _on_signal(self, number: int) -> None:
         now = asyncio.get_running_loop().time()
-        if not self.each and now - self._cancelled > SAME_SECONDS:
+        if not self.each and now - self._cancelled > same_seconds(number):
             os._exit(128 + number)
         if not self.each:
             self._cancelled = now
@@ -220,7 +226,7 @@ class Stop:
     def on_signal(self, number: int) -> None:
         now = self._loop.time()
         if self._signalled < math.inf:
-            if number != signal.SIGHUP and now - self._signalled > SAME_SECONDS:
+            if number != signal.SIGHUP and now - self._signalled > same_seconds(number):
                 os._exit(128 + number)  # worker processes die with the controller
             return
         if self._ended:

@@ -4,11 +4,14 @@
 class RunError(Exception):
     """A run cannot continue. str() is a headline; `details` is the remote traceback or signal, shown once."""
 
-    def __init__(self, headline: str, details: str = "", *, rank: str = "", kind: str = "") -> None:
+    def __init__(
+        self, headline: str, details: str = "", *, rank: str = "", kind: str = "", again: bool = False
+    ) -> None:
         super().__init__(headline)
         self.details = details
         self.rank = rank  # the failed one, "trainer[dp=1 tp=0]"; empty: respawning a mesh would not help
         self.kind = kind  # type of the remote exception
+        self.again = again  # a run that is started again would fail in the same way
 
     @property
     def mesh(self) -> str:

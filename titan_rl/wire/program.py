@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
+FAILED_AGAIN = 3  # exit code of a run that would fail in the same way if it were started again
 
 typed = ""
 """The command by which the user started one of several programs, as in "titan_rl audit"; empty: python -m."""

@@ -96,6 +96,8 @@ def test_nohup_is_respected_and_signals_that_come_together_are_one() -> None:
         os.kill(process.pid, number)
     wait_for_line(process, "SIG")
     os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.4)
+    os.kill(process.pid, signal.SIGTERM)  # Slurm's second
     assert process.communicate(timeout=30)[0].splitlines() == ["step 2 saved", "left"]
     assert process.returncode == 0
 
