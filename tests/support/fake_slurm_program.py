@@ -155,6 +155,8 @@ def signal_all(job: str, number: int, step: str = "*") -> None:
 def srun(argv: Sequence[str]) -> None:
     at = argv.index("bash")
     given, job = options(argv[:at]), os.environ["SLURM_JOB_ID"]
+    if "SLURM_MEM_PER_CPU" in os.environ:  # of the shell that submitted the job
+        sys.exit(f"slurmstepd: error: Detected 1 oom-kill event(s) in StepId={job}.0")
     facts = state_of(job)
     if given.get("gres") == "none" and "gpus-per-node" in facts["given"]:
         specification = "Invalid Trackable RESource (TRES) specification"

@@ -4,13 +4,15 @@ Debian's packages are installed where they are missing. Files, keys and sockets 
 end with pytest.
 """
 
+import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,7 @@ class RealSlurm:
         self.folder, self._stack = folder, stack
         self._cgroups = (CGROUPS / CONTROLLERS[0]).is_dir()  # version 1, the only one of 22.05 without systemd
         self.env = {key: value for key, value in os.environ.items() if key != VARIABLE}  # each node forks its own
-        self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": os.getcwd()}
+        self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(Path(__file__).parent)}
         inner, own = (own_cgroups, ["--cgroup"]) if self._cgroups else (lambda _: (), [])
         stack.callback(remove_cgroups)
         self.switch = Switch(stack, folder / "hosts", [*NODES, HEAD], inner, own)
@@ -159,10 +161,6 @@ class RealSlurm:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def facts(self, job: str) -> dict[str, str]:
-        words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
     def states(self) -> dict[str, str]:
         """Return the state of each node."""
         return dict(
@@ -179,6 +177,15 @@ class RealSlurm:
         self.switch.boot(name)
         self.start_slurmd(name)
 
+    @contextmanager
+    def urgent_job(self) -> Iterator[None]:
+        """Queue a job of all nodes that pre-empts others, until the end of the block."""
+        job = self.ask("sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 600")
+        try:
+            yield
+        finally:
+            self.ask("scancel", job)
+
     def launch(self, folder: Path, *flags: str) -> "SlurmRun":
         return SlurmRun.start(self, folder, *flags)
 
@@ -189,17 +196,19 @@ class SlurmRun(RunFiles):
 
     slurm: RealSlurm
     process: "subprocess.Popen[bytes]"
-    began: float
+    held: Path  # while it exists, no reward is computed
 
     @classmethod
     def start(cls, slurm: RealSlurm, folder: Path, *flags: str) -> "SlurmRun":
         command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.5"]
-        keys = {**SMALL, "algorithm.max_dead_steps": 0, "algorithm.kl_coef": 0, "job.dump_folder": folder}
+        keys = {**SMALL, "algorithm.max_dead_steps": 0, "task.reward": "held_reward:exact", "job.dump_folder": folder}
         own = [f"--{key}={value}" for key, value in keys.items()]
         inside = slurm.switch.hosts[HEAD].command(*command, *own, *flags)
+        held = folder.with_suffix(".held")
+        env = {**slurm.env, "HELD_REWARD": str(held)}
         with open(folder.with_suffix(".out"), "ab") as out:
-            process = subprocess.Popen(inside, stdout=out, stderr=out, env=slurm.env, preexec_fn=dies_with_parent)
-        return cls(folder, slurm, process, time.monotonic())
+            process = subprocess.Popen(inside, stdout=out, stderr=out, env=env, preexec_fn=dies_with_parent)
+        return cls(folder, slurm, process, held)
 
     @property
     def out(self) -> str:
@@ -212,24 +221,59 @@ class SlurmRun(RunFiles):
 
     @property
     def job(self) -> str:
-        (log,) = self.launched.glob("job-*.log")
-        return log.stem.removeprefix("job-")
+        return str(json.loads((self.launched / "job.json").read_text())["slurm"])
 
-    def wait_for(self, condition: Callable[[], Any], what: str, timeout: float = 120) -> None:
+    @property
+    def facts(self) -> dict[str, str]:
+        words = self.slurm.ask("scontrol", "show", "job", "--oneliner", self.job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
+
+    @property
+    def back(self) -> int:
+        """Return how many losses are over."""
+        return sum(line["outcome"] == "back" for line in self.written("faults.jsonl"))
+
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout: float = 300) -> None:
         def happened() -> bool:
             assert self.process.poll() is None or condition(), f"it ended before {what}:\n{self.out}"
             return bool(condition())
 
-        wait_for(happened, f"{what}:\n{self.out}", timeout)
+        try:
+            wait_for(happened, what, timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.out}") from None
 
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")), f"step {step}")
+    def wait_for_step(self, step: int, timeout: float = 300) -> None:
+        self.wait_for(lambda: self.last_step >= step, f"step {step}", timeout)
+
+    def wait_for_out(self, text: str, what: str, timeout: float = 300) -> None:
+        """Wait until the launcher has printed a text once more."""
+        before = self.out.count(text)
+        self.wait_for(lambda: self.out.count(text) > before, what, timeout)
+
+    def hold_after(self, step: int, timeout: float = 300) -> None:
+        self.wait_for_step(step, timeout)
+        self.held.touch()
+
+    def release(self) -> None:
+        self.held.unlink()
+
+    def limit_soon(self) -> None:
+        """Move the job's time limit, a number of minutes, to 40 to 100 seconds from now."""
+        hours, minutes, seconds = (int(part) for part in self.facts["RunTime"].split(":"))
+        limit = math.ceil((3600 * hours + 60 * minutes + seconds + 40) / 60)
+        self.slurm.ask("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
 
     def hurry(self) -> None:
-        """Start a requeued job as soon as Slurm allows it."""
+        """Wait until the job is requeued, and start it at once: Slurm would wait for two minutes."""
+        self.wait_for(lambda: self.facts["JobState"] == "PENDING", "it is requeued")
         self.slurm.ask("scontrol", "update", f"JobId={self.job}", "StartTime=now")
 
-    def finish(self, timeout: float = 180) -> int:
+    def finish(self, timeout: float = 400) -> int:
         """Return the launcher's exit code."""
         try:
             return self.process.wait(timeout)

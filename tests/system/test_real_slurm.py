@@ -1,14 +1,19 @@
 """What docs/clusters.md promises of jobs on Slurm, on a real Slurm cluster of three hosts."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from support.real_slurm import RealSlurm, why_no_slurm
+from support.real_slurm import KILL_WAIT, RealSlurm, SlurmRun, why_no_slurm
+from titan_rl.record.audit_rules import audit
 
 pytestmark = pytest.mark.slow
+
+BACK = "back to the queue, to continue"
+STOPPED = "stopped; the same command resumes from RL step"
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +24,100 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSlurm]:
         yield RealSlurm(stack, tmp_path_factory.mktemp("slurm"))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_a_job_finishes(slurm: RealSlurm, tmp_path: Path, nodes: int) -> None:
-    run = slurm.launch(tmp_path / "run", f"--hosts.count={nodes}")
+def finished(run: SlurmRun, restarts: int) -> None:
     assert run.finish() == 0, run.out
+    assert run.facts["Restarts"] == str(restarts), run.out
+    assert audit(run.folder)[0] == []
+    left_nothing(run)
+
+
+def left_nothing(run: SlurmRun) -> None:
+    assert not list(run.launched.glob("tls-*")), "keys"
+    assert "srun: error: Unable" not in run.out
+    assert "Warning" not in run.out
+
+
+@pytest.mark.parametrize("flags", [[], ["--hosts.count=2", "--hosts.slots=2"]], ids=["one node", "two nodes with GPUs"])
+def test_a_job_finishes(slurm: RealSlurm, tmp_path: Path, flags: list[str]) -> None:
+    run = slurm.launch(tmp_path / "a run", *flags)
+    finished(run, restarts=0)
+    if flags:
+        assert run.facts["TresPerNode"] == "gres:gpu:2"
+
+
+def test_a_job_continues_after_its_time_limit_a_requeue_and_pre_emption(slurm: RealSlurm, tmp_path: Path) -> None:
+    run = slurm.launch(tmp_path / "run", "--hosts.count=2", "--launch.partition=low", "--training.steps=20")
+    run.hold_after(2)
+    run.limit_soon()
+    run.wait_for_out("stopp", "it is warned")
+    run.release()
+    run.hurry()
+    run.hold_after(run.last_step + 1)
+    slurm.ask("scontrol", "requeue", run.job)
+    run.release()
+    run.hurry()
+    assert run.out.count(BACK) == 1, "Slurm itself has requeued it the second time"
+    run.hold_after(run.last_step + 1)
+    with slurm.urgent_job():
+        run.wait_for(lambda: run.facts["PreemptTime"] != "None", "it is pre-empted")
+        run.release()
+        run.wait_for(lambda: run.out.count(BACK) == 2, "it has saved within the grace")
+    run.hurry()
+    finished(run, restarts=3)
+    assert run.out.count(STOPPED) == 3
+
+
+def test_a_job_without_grace_is_requeued_and_a_cancelled_one_ends_at_once(slurm: RealSlurm, tmp_path: Path) -> None:
+    run = slurm.launch(tmp_path / "run", "--hosts.count=2", "--launch.partition=lowest", "--training.steps=1000")
+    run.hold_after(2)
+    with slurm.urgent_job():
+        run.wait_for(lambda: run.facts["Restarts"] == "1", "it is pre-empted")
+        run.release()
+        run.wait_for(lambda: run.out.count(STOPPED) == 1, "it has saved")
+    run.hurry()
+    run.wait_for_step(run.last_step + 2)
+    assert not list(run.launched.glob("tls-*/ca.key")), "nothing needs it any more"
+    slurm.ask("scancel", run.job)
+    began = time.monotonic()
+    assert run.finish() == 130, run.out
+    slurm.wait_for_idle()
+    assert time.monotonic() - began < KILL_WAIT
+    assert run.out.count(STOPPED) == 2
+    assert (run.launched / f"exit-{run.job}").read_text() == "130\n"
+    assert audit(run.folder)[0] == []
+    left_nothing(run)
+
+
+def test_a_job_waits_for_a_late_node_and_outlives_the_loss_of_two(slurm: RealSlurm, tmp_path: Path) -> None:
+    """node3 is a spare. The last one left has room for all ranks."""
+    late = '[ "$SLURMD_NODENAME" != node2 ] || sleep 65  # longer than hosts.join_seconds of other runs'
+    place = '--placement.hosts={trainer = "0", generator = "1"}'
+    keys = ["--generator.replicas=2", "--hosts.slots=4", "--hosts.device=cpu", "--training.steps=12", place]
+    run = slurm.launch(tmp_path / "run", "--hosts.count=3", f"--launch.setup={late}", *keys)
+    run.hold_after(2)
+    began = time.monotonic()
+    slurm.kill_node("node2")
+    run.wait_for(lambda: run.back == 2, "its replicas are on another node")
+    killed = time.monotonic() - began
+    slurm.ask("scontrol", "update", "nodename=node3", "state=down", "reason=test")
+    run.wait_for(lambda: run.back == 4, "its replicas are on the last node")
+    print(f"back {killed:.1f} s after SIGKILL, {time.monotonic() - began - killed:.1f} s after state=down")
+    run.release()
+    finished(run, restarts=0)
+    slurm.boot_node("node2")
+    slurm.ask("scontrol", "update", "nodename=node3", "state=resume")
+    slurm.wait_for_idle()
+
+
+def test_a_job_that_could_not_start_is_retried_and_one_that_learns_nothing_is_not(
+    slurm: RealSlurm, tmp_path: Path
+) -> None:
+    fails = '[ -n "$SLURM_RESTART_COUNT" ] || exit 1'
+    dead = ["--cold_start.steps=0", "--algorithm.max_dead_steps=2", "--training.steps=50"]
+    run = slurm.launch(tmp_path / "run", "--hosts.count=2", f"--launch.setup={fails}", *dead)
+    run.hurry()
+    assert run.finish() == 3, run.out
+    assert run.out.count("the run failed; retry 1 of at most 1") == 1
+    assert "2 steps in a row had no learning signal" in run.out
+    assert run.facts["Restarts"] == "1"
+    left_nothing(run)

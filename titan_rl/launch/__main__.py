@@ -1,6 +1,7 @@
 """`python -m titan_rl.launch --config X --on slurm|kubernetes`: submit a run to a cluster's scheduler, and follow it.
 
     check, as --dry-run does ── --print ──> the script, or the manifests
+                             ├─ --here ───> the script runs in the allocation of this shell
                              └─ submit ──> in the queue, and why ──> the run's log ──> its exit code
 
 Exit codes: the run's own; 1 if the scheduler refused or lost the job, 2 bad input, 130 also if Ctrl-C ended the
@@ -25,7 +26,7 @@ from titan_rl.launch.following import ENDED, SubmissionFailed, follow
 from titan_rl.launch.job import Job, check_submission
 from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
 from titan_rl.launch.manifests import as_yaml, manifests, new_secret, tls_secret
-from titan_rl.launch.slurm_queue import SlurmJob, submit_script
+from titan_rl.launch.slurm_queue import SlurmJob, check_allocation, run_script, submit_script
 from titan_rl.preflight.checks import judged
 from titan_rl.preflight.load import Arguments, Invocation, load, read
 from titan_rl.preflight.refusal import refuse, refusing
@@ -37,6 +38,7 @@ from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 RECORD = "job.json"  # the job that was submitted last
 RUNS_ALREADY = " runs this already: it is followed, nothing is submitted"
+ONLY_SLURM = "--here: expected --on slurm, found kubernetes"
 WHERE = ("kind", "count", "addresses", "own_address", "tls", "insecure")  # keys of [hosts] that --scale leaves
 POLL_SECONDS = 5.0  # schedulers ask not to be asked more often
 
@@ -58,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
     for warning in invocation.warnings:
         terminal.warn(warning)
     try:
+        if options.here:
+            return run_script(written_script(job, fresh=invocation.config.job.fresh))
         on = on_slurm if options.on == "slurm" else on_kubernetes
         submit = partial(on, job, terminal, fresh=invocation.config.job.fresh)
         return follow(submit, terminal, options.poll)
@@ -83,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
         "--with-secret", action="store_true", help="with --print: also the Secret, whose keys let the pods talk"
     )
     parser.add_argument(
+        "--here", action="store_true", help="on Slurm: run in the allocation that this shell is in (salloc)"
+    )
+    parser.add_argument(
         "--poll",
         metavar="SECONDS",
         type=float,
@@ -105,6 +112,8 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     problems = [*check_submission(invocation.config, on=options.on, prints=options.print)]
     if options.with_secret and not (options.print and options.on == "kubernetes"):
         problems.append("--with-secret: expected --print and --on kubernetes next to it, found them missing")
+    if options.here:
+        problems += check_allocation(invocation.config.hosts.number) if options.on == "slurm" else [ONLY_SLURM]
     if problems := [*problems, *(text for text in refused if text not in elsewhere)]:
         refuse(invocation.given_name, problems)
     try:
@@ -148,15 +157,19 @@ def on_slurm(job: Job, terminal: Terminal, *, fresh: bool) -> SlurmJob:
         if before.look() != ENDED:
             terminal.note(f"{before.name}{RUNS_ALREADY}")
             return before
+    submitted = SlurmJob(submit_script(written_script(job, fresh=fresh)), job.own)
+    (job.own / RECORD).write_text(json.dumps({"slurm": submitted.number}) + "\n")
+    return submitted
+
+
+def written_script(job: Job, *, fresh: bool) -> Path:
     with RunLock(job.folder) as lock:
         if fresh:
             lock.move_old_run()
         job.own.mkdir(exist_ok=True)
         path = job.own / "job.sbatch"
         path.write_text(sbatch.script(job, Path.cwd()))
-    submitted = SlurmJob(submit_script(path), job.own)
-    (job.own / RECORD).write_text(json.dumps({"slurm": submitted.number}) + "\n")
-    return submitted
+    return path
 
 
 def on_kubernetes(job: Job, terminal: Terminal, *, fresh: bool) -> KubernetesJob:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titan_rl.config.sections import HostsSection
 from titan_rl.launch.job import REQUEUES, RETRIES, WAIT, Job
+from titan_rl.wire.program import STOPPED
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels deal out by themselves
 JOIN_SECONDS = 1800  # hosts.join_seconds of a job that sets none: nodes may import an image first
@@ -32,6 +33,7 @@ cat > "$launch"/@CONFIG_FILE@ <<'END_OF_CONFIG'
 # srun hands these limits on: sockets of many ranks, memory for RDMA.
 ulimit -Sn "$(ulimit -Hn)"
 ulimit -Sl "$(ulimit -Hl)"
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 restarts=${SLURM_RESTART_COUNT:-0}
 run= asked= interrupted= stopping=
 
@@ -62,6 +64,7 @@ requeue() {
 }
 finish() {
     [ "$code" != 143 ] || code=130  # the step was stopped before the run handled signals
+    [ "$1" != here ] || exit "$code"  # an allocation is not requeued
     if [ "$code" = 130 ] && { [ -n "$asked" ] || preempted; } && [ "$restarts" -lt @REQUEUES@ ]; then
         requeue "back to the queue, to continue (at most @REQUEUES@ times)"
     elif [ "$code" = 1 ]; then
@@ -74,15 +77,14 @@ finish() {
 }
 @WORKERS@
 step=@RUN_COMMAND@
-srun@RUN_ARGS@ --nodelist="$SLURMD_NODENAME" bash -c "$step" run@RUN_VALUES@ &
+srun@RUN_ARGS@ --nodelist="${nodes[0]}" bash -c "$step" run@RUN_VALUES@ &
 run=$!
 [ -z "$asked" ] || stop_run
-@WATCH@@WAIT@@END_WORKERS@finish
+@WATCH@@WAIT@@END_WORKERS@finish "$1"
 """
 
 WORKERS = """
 port=$((@FIRST_PORT@ + (SLURM_JOB_ID + 101 * restarts) % @PORTS@))
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 addresses=$(printf "@SCHEME@://%s:$port," "${nodes[@]}")
 addresses=${addresses%,}
 @CERTIFICATES@step=@WORKER_COMMAND@
@@ -97,7 +99,7 @@ step=@INIT_COMMAND@
 @INIT_STEP@bash -c "$step" certificates "$tls" "$(IFS=,; echo "${nodes[*]}")"
 code=$?
 rm -f "$tls/ca.key"
-[ "$code" = 0 ] || finish
+[ "$code" = 0 ] || finish "$1"
 """
 
 WATCH = """\
@@ -228,7 +230,7 @@ def worker_command(job: Job) -> str:
             commands(
                 job,
                 "trap '' TERM HUP INT  # ranks stay until the run has saved",
-                f"exec {python(job)} -m titan_rl.worker --address {address}{tls} --until-eof <&3 3<&-",
+                f"{python(job)} -m titan_rl.worker --address {address}{tls} --until-eof <&3 3<&- || [ $? = {STOPPED} ]",
             ),
         ]
     )

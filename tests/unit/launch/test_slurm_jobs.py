@@ -140,7 +140,11 @@ def test_ctrl_c_leaves_the_job_and_the_same_command_follows_it_again(slurm: Fake
     assert again.returncode == 0, out
 
 
-def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launched: Launched) -> None:
+def test_workers_run_on_every_node_and_end_with_the_run(
+    slurm: FakeSlurm, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step of another job the launching shell is in."""
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "500")
     code, out = launched.finish([0], "--hosts.count=2", "--hosts.slots=2")
     assert code == 0, out
     assert "srun: " not in out
