@@ -3,6 +3,8 @@
     launchers ── AF_UNIX ──> HostAgent ── take ──> the controller (remote_host.py)
 
 When the last answer that the controller has received is `orphan_seconds` old, it ends all processes of the run there.
+If the agent itself was stopped for a while, as in a suspended job, so may the controller have been: it stops the ranks,
+and ends them only if the controller does not call it again.
 
 A host belongs to one run at a time, whose agent has a file locked in the worker's folder. Another run's agent waits for
 the lock only while the first run's controller is silent; then the worker is handed over instead of ended.
@@ -233,15 +235,32 @@ class HostAgent(Actor):
         self._reported.set()
 
     async def _end_with_the_run(self) -> None:
+        interval = self._orphan_seconds / CHECKS
         while not self._lease.over:
-            await asyncio.sleep(self._orphan_seconds / CHECKS)
+            due = time.monotonic() + interval
+            await asyncio.sleep(interval)
+            if self._lease.over and time.monotonic() - due > interval:
+                await self._renewed()
         self._end()
+
+    async def _renewed(self) -> None:
+        """Wait at most `orphan_seconds` for calls of the controller that renew the lease. Meanwhile no rank runs:
+        another may have taken its place."""
+        deadline = time.monotonic() + self._orphan_seconds
+        self._signal_ranks(signal.SIGSTOP)
+        while self._lease.over and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        if not self._lease.over:
+            self._signal_ranks(signal.SIGCONT)
+
+    def _signal_ranks(self, number: int) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _end(self) -> None:
         worker = [] if self._claim is None or self._awaited() else [os.getppid()]
-        for pid in self._pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._signal_ranks(signal.SIGKILL)
         with suppress(OSError):  # a rank may have just made a file there
             self._private.cleanup()
         for pid in worker:  # all its children die with it, this process too

@@ -251,12 +251,16 @@ class Remote:
         within = min(quarter, self._orphan_seconds / 4)
         answer = asyncio.ensure_future(self._agent.take.call(within).as_asyncio())
         began, patience = time.monotonic(), 2 * quarter
+        asked = began
         while not (await asyncio.wait({answer}, timeout=patience))[0]:
+            if time.monotonic() - asked > 2 * patience:  # this process was stopped, as in a suspended job
+                began = time.monotonic()
             reached = await asyncio.to_thread(takes_connections, self.served, quarter)
             ended = reached and await asyncio.to_thread(refuses_connections, self._alive, quarter)
             if not reached or ended or time.monotonic() - began > MAX_SILENT_SECONDS:
                 answer.cancel()
                 return None
+            asked = time.monotonic()
         try:
             return the_only(answer.result())
         except Exception:  # the agent has ended

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from support.namespaces import Switch, dies_with_parent, why_not
 from support.running import SMALL, RunFiles
 from titan_rl.meshes.fork_servers import VARIABLE
@@ -186,8 +188,9 @@ class RealSlurm:
         finally:
             self.ask("scancel", job)
 
-    def launch(self, folder: Path, *flags: str) -> "SlurmRun":
-        return SlurmRun.start(self, folder, *flags)
+    def launch(self, folder: Path, *flags: str, within: Sequence[str] = ()) -> "SlurmRun":
+        """Launch a run. `within`: a command that executes what follows it."""
+        return SlurmRun.start(self, folder, within, *flags)
 
 
 @dataclass
@@ -199,11 +202,11 @@ class SlurmRun(RunFiles):
     held: Path  # while it exists, no reward is computed
 
     @classmethod
-    def start(cls, slurm: RealSlurm, folder: Path, *flags: str) -> "SlurmRun":
+    def start(cls, slurm: RealSlurm, folder: Path, within: Sequence[str], *flags: str) -> "SlurmRun":
         command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.5"]
         keys = {**SMALL, "algorithm.max_dead_steps": 0, "task.reward": "held_reward:exact", "job.dump_folder": folder}
         own = [f"--{key}={value}" for key, value in keys.items()]
-        inside = slurm.switch.hosts[HEAD].command(*command, *own, *flags)
+        inside = slurm.switch.hosts[HEAD].command(*within, *command, *own, *flags)
         held = folder.with_suffix(".held")
         env = {**slurm.env, "HELD_REWARD": str(held)}
         with open(folder.with_suffix(".out"), "ab") as out:
@@ -222,6 +225,13 @@ class SlurmRun(RunFiles):
     @property
     def job(self) -> str:
         return str(json.loads((self.launched / "job.json").read_text())["slurm"])
+
+    @property
+    def launcher(self) -> psutil.Process:
+        """Return the process of titan_rl.launch."""
+        started = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        (launch,) = (each for each in started if each.cmdline()[1:3] == ["-m", "titan_rl.launch"])
+        return launch
 
     @property
     def facts(self) -> dict[str, str]:

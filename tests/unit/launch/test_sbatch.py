@@ -183,8 +183,10 @@ def test_all_problems_are_named_before_anything_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     with pytest.raises(SystemExit) as stop:
         launch(
+            "--here",
             f"--job.dump_folder={tmp_path}/run",
             "--launch.minutes=1",
             "--launch.mounts=pvc/runs:/runs",
@@ -205,6 +207,7 @@ def test_all_problems_are_named_before_anything_is_submitted(
         'hosts.slots: expected the GPUs of each node with hosts.device = "cuda", found 0',
         "--on slurm: expected sbatch, squeue, scontrol on PATH, found no sbatch, squeue, scontrol; --print needs none",
         "training.seq_len: expected at least 507",
+        "--here: expected an allocation of hosts.count nodes (salloc --nodes=1), found 0 nodes",
     ):
         assert expected in found
     assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ case "$2 $3" in
     mkdir -p "$4" ;;
 titan_rl.worker*)
     echo "a worker on $SLURMD_NODENAME"
+    [ ! -e "$here/broken" ] || exit 1
     touch "$here/up-$SLURMD_NODENAME"
     exec cat ;;
 *)
@@ -163,6 +164,33 @@ def test_workers_run_on_every_node_and_end_with_the_run(
     assert not tls.exists()
     for node in ("127.0.0.2", "127.0.0.3"):
         assert (launched.run / f"launch/{node}.log").read_text() == f"a worker on {node}\n"
+
+
+def test_a_run_does_not_wait_for_workers_that_have_ended(slurm: FakeSlurm, launched: Launched) -> None:
+    """It is retried, at another port."""
+    (launched.folder / "broken").touch()
+    code, out = launched.finish([0, 0], "--hosts.count=2", "--hosts.slots=2")
+    assert code == 1, out
+    assert out.count("the workers ended before the run; their logs:") == 2
+    assert out.count("the run failed; retry 1 of at most 1") == 1
+    (job,) = slurm.jobs()
+    assert not (launched.run / f"launch/tls-{job}").exists()
+    ports = {call.partition("--address tls://127.0.0.2:")[2].partition(" ")[0] for call in launched.calls()} - {""}
+    assert len(ports) == 2
+
+
+def test_a_warning_that_comes_before_the_run_is_kept_for_it(slurm: FakeSlurm, launched: Launched) -> None:
+    """The setup takes long, as the import of an image does. The script hears of the limit once."""
+    slow = launched.folder / "slow"
+    process = launched.start(
+        [0], f'--launch.setup=[ "$SLURM_RESTART_COUNT" != 0 ] || {{ touch {slow}; exec sleep 60; }}'
+    )
+    wait_until(slow.exists)
+    (job,) = slurm.jobs()
+    slurm.warn_before_the_limit(job)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert out.count("back to the queue, to continue") == 1
 
 
 def test_the_words_of_a_scheduler_that_refuses_are_shown(slurm: FakeSlurm, launched: Launched) -> None:

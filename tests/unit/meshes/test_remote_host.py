@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 from monarch.actor import HostMesh
 
@@ -161,6 +162,34 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     assert claim(second, "the run in /b") == Refusal(
         f"its folder {tmp_path}/gone cannot be written to: No such file or directory", True
     )
+
+
+async def test_an_agent_that_was_stopped_lets_no_rank_run_until_its_controller_calls_again() -> None:
+    """As in a job that was suspended. Whoever was stopped alone may have been replaced."""
+    agent, rank = HostAgent(2), psutil.Popen(["sleep", "600"])
+    agent._pids.add(rank.pid)
+
+    async def becomes(stopped: bool) -> None:
+        async with asyncio.timeout(30):
+            while (rank.status() == psutil.STATUS_STOPPED) != stopped:
+                await asyncio.sleep(0.01)
+
+    ends = asyncio.create_task(agent._end_with_the_run())
+    try:
+        await asyncio.sleep(0.01)
+        time.sleep(2.5)  # the agent, too
+        await becomes(stopped=True)
+        agent._lease.on_call()  # sent before
+        agent._lease.on_answer()
+        assert agent._lease.over
+        agent._lease.on_call()
+        await becomes(stopped=False)
+        assert rank.is_running()
+        assert not ends.done()
+    finally:
+        ends.cancel()
+        rank.kill()
+        rank.wait()
 
 
 async def test_a_claim_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
