@@ -155,7 +155,7 @@ def signal_all(job: str, number: int, step: str = "*") -> None:
 def srun(argv: Sequence[str]) -> None:
     at = argv.index("bash")
     given, job = options(argv[:at]), os.environ["SLURM_JOB_ID"]
-    if "SLURM_MEM_PER_CPU" in os.environ:  # of the shell that submitted the job
+    if "SLURM_MEM_PER_CPU" in os.environ:  # srun would take it as the limit of each step
         sys.exit(f"slurmstepd: error: Detected 1 oom-kill event(s) in StepId={job}.0")
     facts = state_of(job)
     if given.get("gres") == "none" and "gpus-per-node" in facts["given"]:
@@ -164,7 +164,7 @@ def srun(argv: Sequence[str]) -> None:
     nodes = facts["nodes"][: int(given["nodes"])]
     if named := given.get("nodelist"):
         nodes = [named]
-    number = int(given.get("ntasks") or os.environ["SLURM_NTASKS"])  # of all its tasks, whatever --ntasks-per-node is
+    number = int(given.get("ntasks") or os.environ["SLURM_NTASKS"])  # this one counts, not --ntasks-per-node
     if number > len(nodes):
         can = "srun: Warning: can't honor --ntasks-per-node set to"
         print(f"{can} {given['ntasks-per-node']} which doesn't match the requested tasks {number}", file=sys.stderr)

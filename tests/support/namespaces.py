@@ -114,8 +114,8 @@ class Switch:
         own: Sequence[str] = (),
     ) -> None:
         """The hosts know each other by these names. The last is the one for controllers: it has the processes of this
-        machine. `inner` returns a command by which another host's first process executes what follows it, `own` are
-        the options of nsenter for what that command makes."""
+        machine. `inner` returns a command for each other host: its first process executes that command, followed by
+        its own. If the command makes namespaces, `own` are their options of nsenter."""
         self._stack, self._hosts_file, self._inner, self._own = stack, hosts_file, inner, own
         self._addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=10)}
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._addresses.items())]

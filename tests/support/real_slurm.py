@@ -25,7 +25,7 @@ from titan_rl.meshes.fork_servers import VARIABLE
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 NODES, HEAD = ("node1", "node2", "node3"), "head"
-GPUS = 2  # of a node; device files that nothing opens
+GPUS = 2  # per node: device files, which nothing opens
 GRACE_SECONDS = 60
 KILL_WAIT = 30
 CGROUPS = Path("/sys/fs/cgroup")
@@ -292,7 +292,7 @@ class SlurmRun(RunFiles):
 
 
 def own_cgroups(name: str) -> list[str]:
-    """Return a command that executes what follows it in cgroups of its own, which it mounts in place of the others."""
+    """Return a command that executes what follows it in new cgroups, which it mounts in place of this machine's."""
     enter, mount = "", ""
     for controller in CONTROLLERS:
         folder = f"{CGROUPS}/{controller}/{cgroup_of(name)}"
@@ -311,7 +311,7 @@ def cgroup_of(name: str) -> str:
 
 
 def remove_cgroups() -> None:
-    """Remove the cgroups of hosts that have been killed, with those that Slurm made in them."""
+    """Remove the cgroups of hosts that have been killed, with all that Slurm made in them."""
 
     def removed() -> bool:
         for controller in CONTROLLERS:

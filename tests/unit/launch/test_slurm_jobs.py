@@ -180,7 +180,7 @@ def test_a_run_does_not_wait_for_workers_that_have_ended(slurm: FakeSlurm, launc
 
 
 def test_a_warning_that_comes_before_the_run_is_kept_for_it(slurm: FakeSlurm, launched: Launched) -> None:
-    """The setup takes long, as the import of an image does. The script hears of the limit once."""
+    """The setup takes long, as the import of an image does. Slurm signals the script once."""
     slow = launched.folder / "slow"
     process = launched.start(
         [0], f'--launch.setup=[ "$SLURM_RESTART_COUNT" != 0 ] || {{ touch {slow}; exec sleep 60; }}'
