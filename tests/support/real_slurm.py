@@ -278,10 +278,16 @@ class SlurmRun(RunFiles):
         limit = math.ceil((3600 * hours + 60 * minutes + seconds + 40) / 60)
         self.slurm.ask("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
 
-    def hurry(self) -> None:
-        """Wait until the job is requeued, and start it at once: Slurm would wait for two minutes."""
-        self.wait_for(lambda: self.facts["JobState"] == "PENDING", "it is requeued")
-        self.slurm.ask("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+    def hurry(self, restarts: int) -> None:
+        """Wait until the requeued job has started again, at once: Slurm would wait for two minutes."""
+
+        def started() -> bool:
+            facts = self.facts
+            if facts["Reason"] == "BeginTime":  # set once more when the last node has left the job
+                self.slurm.ask("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+            return facts["JobState"] == "RUNNING" and facts["Restarts"] == str(restarts)
+
+        self.wait_for(started, f"its restart {restarts}")
 
     def finish(self, timeout: float = 400) -> int:
         """Return the launcher's exit code."""

@@ -74,18 +74,19 @@ def test_a_job_continues_after_its_time_limit_a_requeue_and_pre_emption(slurm: R
     run.limit_soon()
     run.wait_for_out("SIGTERM: step", "it is warned")
     run.release()
-    run.hurry()
+    run.hurry(1)
+    slurm.ask("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
     run.hold_after(run.last_step + 1)
     slurm.ask("scontrol", "requeue", run.job)
     run.release()
-    run.hurry()
+    run.hurry(2)
     assert run.out.count(BACK) == 1, "Slurm itself has requeued it the second time"
     run.hold_after(run.last_step + 1)
     with slurm.urgent_job():
         run.wait_for(lambda: run.facts["PreemptTime"] != "None", "it is pre-empted")
         run.release()
         run.wait_for(lambda: run.out.count(BACK) == 2, "it has saved within the grace")
-    run.hurry()
+    run.hurry(3)
     finished(run, restarts=3)
     assert run.out.count(STOPPED) == 3
 
@@ -97,7 +98,7 @@ def test_a_job_without_grace_is_requeued_and_a_cancelled_one_ends_at_once(slurm:
         run.wait_for(lambda: run.facts["Restarts"] == "1", "it is pre-empted")
         run.release()
         run.wait_for(lambda: run.out.count(STOPPED) == 1, "it has saved")
-    run.hurry()
+    run.hurry(1)
     run.wait_for_step(run.last_step + 2)
     assert not list(run.launched.glob("tls-*/ca.key")), "nothing needs it any more"
     slurm.ask("scancel", run.job)
@@ -131,7 +132,7 @@ def test_a_job_waits_for_a_late_node_and_outlives_a_lost_one_while_there_is_a_sp
     slurm.ask("scontrol", "update", "nodename=node3", "state=down", "reason=test")
     run.wait_for_out("the run failed; retry 1 of at most 1", "there is no spare")
     slurm.boot_node("node2")  # node3 is back by itself
-    run.hurry()
+    run.hurry(1)
     finished(run, restarts=1)
     slurm.wait_for_idle()
 
@@ -142,7 +143,7 @@ def test_a_job_that_could_not_start_is_retried_and_one_that_learns_nothing_is_no
     fails = '[ -n "$SLURM_RESTART_COUNT" ] || exit 1'
     dead = ["--cold_start.steps=0", "--algorithm.max_dead_steps=2", "--training.steps=50"]
     run = slurm.launch(tmp_path / "run", "--hosts.count=2", f"--launch.setup={fails}", *dead)
-    run.hurry()
+    run.hurry(1)
     assert run.finish() == 3, run.out
     assert run.out.count("the run failed; retry 1 of at most 1") == 1
     assert "2 steps in a row had no learning signal" in run.out

@@ -41,7 +41,7 @@ stop_run() {
     [ -n "$run" ] && [ -z "$stopping" ] || return
     stopping=1
     until [ -s "$launch/step-run" ] || ! kill -0 "$run" 2> /dev/null; do sleep 1; done
-    [ ! -s "$launch/step-run" ] || scancel --signal=TERM "$SLURM_JOB_ID.$(cat "$launch/step-run")"
+    [ ! -s "$launch/step-run" ] || scancel --ctld --signal=TERM "$SLURM_JOB_ID.$(cat "$launch/step-run")"
 }
 # Before the time limit Slurm signals this script only (USR1). When it ends the job, it signals all steps (TERM).
 trap 'asked=1 interrupted=1; stop_run' USR1
