@@ -143,6 +143,7 @@ def test_a_job_that_could_not_start_is_retried_and_one_that_learns_nothing_is_no
     fails = '[ -n "$SLURM_RESTART_COUNT" ] || exit 1'
     dead = ["--cold_start.steps=0", "--algorithm.max_dead_steps=2", "--training.steps=50"]
     run = slurm.launch(tmp_path / "run", "--hosts.count=2", f"--launch.setup={fails}", *dead)
+    run.wait_for_out("the run failed; retry 1 of at most 1", "its certificates are not made")
     run.hurry(1)
     assert run.finish() == 3, run.out
     assert run.out.count("the run failed; retry 1 of at most 1") == 1

@@ -27,7 +27,7 @@ SCRIPT = """\
 # The log's folder must exist when the job starts: mkdir -p @LAUNCH@
 launch=@LAUNCH@
 mkdir -p "$launch"
-rm -f "$launch/step-run"
+rm -f "$launch/step-run" "$launch/exit-$SLURM_JOB_ID"
 cat > "$launch"/@CONFIG_FILE@ <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG
 # srun hands these limits on: sockets of many ranks, memory for RDMA.
