@@ -3,6 +3,7 @@
 import math
 from statistics import fmean, median
 
+from titan_rl.config.sections import Config
 from titan_rl.diagnosis.answers import AnswerFacts
 from titan_rl.diagnosis.findings import Change, Finding, moved, number, percent
 from titan_rl.diagnosis.history import RECENT, History
@@ -15,6 +16,8 @@ clip and correction are there for it."""
 FEW_TOKENS = 100.0  # times the mean gap: a largest gap above it comes from few tokens
 ESS = 0.5  # share of the tokens that the weights of the correction leave
 CLIPPED = 0.2  # share of the tokens on which the clip acts: a healthy step clips a few percent
+CLIPPED_WHOLE = 0.8
+"""The same where a clip acts on whole sequences: gspo's paper clips 15% without a lag, and a lag multiplies that."""
 AGREEMENT = 0.75  # share of replayed experts: rounding leaves 98%, a lag less, rows of other tokens at most about half
 SLOWER = 2.0  # times the early seconds of a step: a shared host varies by less over RECENT steps
 SLOWER_SECONDS = 1.0  # below it, seconds are the noise of a host's scheduler
@@ -48,6 +51,8 @@ def gap(run: History) -> Finding | None:
         else "most tokens differ"
     )
     changes = []
+    if merged(config):
+        changes.append(Change.of(config, "lora.sync", "adapter"))
     if age > 0:
         lag = config.rollout.max_staleness_steps
         changes.append(Change.of(config, "rollout.max_staleness_steps", lag // 2))
@@ -60,10 +65,11 @@ def gap(run: History) -> Finding | None:
         changes.append(Change.of(config, "algorithm.correction", "token_tis"))
     changes.append(Change("debug.deterministic", "compare with float32 in both engines and lag 0"))
     stale = f"; the tokens are {age:.1f} steps old, which is part of it" if age > 0 else "; no token is stale"
+    rounds = "; merged adapters are rounded to 16 bits, which loses small changes" if merged(config) else ""
     return Finding(
         "gap",
         f"trainers and generators disagree: mean log-prob gap {number(mean.recent())}, mean exp|gap| "
-        f"{number(mult.recent())} from step {since} on, {few}{stale}{_places(run.answers)}",
+        f"{number(mult.recent())} from step {since} on, {few}{stale}{rounds}{_places(run.answers)}",
         since,
         run.last,
         tuple(changes),
@@ -72,6 +78,13 @@ def gap(run: History) -> Finding | None:
         explains=frozenset(("collapse", "flat", "stale", "overfit", "no_signal")),
         level=int(math.log10(max(mean.recent() / GAP_MEAN, 1.0))),
     )
+
+
+def merged(config: Config) -> bool:
+    """Return True if a weight sync adds adapters to weights of 16 bits."""
+    dtype = config.generator.dtype
+    half = dtype in ("bfloat16", "float16") or (dtype == "auto" and config.hosts.device == "cuda")
+    return config.lora.on and config.lora.sync == "merge" and half
 
 
 def _places(facts: AnswerFacts | None) -> str:
@@ -90,15 +103,17 @@ def _places(facts: AnswerFacts | None) -> str:
 def stale(run: History) -> Finding | None:
     """Samples that are too old, or too many updates per step: clip and correction throw much of the step away."""
     ess = run["off_policy/ess"].recent()
-    clipped = run["clip_ratio/low"].recent() + run["clip_ratio/high"].recent()
-    age = run["policy_age/mean"].recent()
+    clips = run["clip_ratio/low"].plus(run["clip_ratio/high"])
+    clipped, age = clips.recent(), run["policy_age/mean"].recent()
     config = run.config
-    if not (ess < ESS or clipped > CLIPPED) or (not age > 0 and config.algorithm.updates == 1):
+    whole = config.algorithm.ratio == "sequence" or config.algorithm.clip == "vespo"
+    most = CLIPPED_WHOLE if whole else CLIPPED
+    if not (ess < ESS or clipped > most) or (not age > 0 and config.algorithm.updates == 1):
         return None
     low = run["off_policy/ess"].since(lambda value: value < (1 + ESS) / 2) if ess < ESS else run.last
-    high = run["clip_ratio/high"].since(lambda value: value > CLIPPED / 4) if clipped > CLIPPED else run.last
+    high = clips.since(lambda value: value > most / 4) if clipped > most else run.last
     since = min(low, high)
-    numbers = [f"clip acts on {percent(clipped)} of the tokens"] if clipped > CLIPPED else []
+    numbers = [f"clip acts on {percent(clipped)} of the tokens"] if clipped > most else []
     numbers += [f"the effective sample size is {percent(ess)}"] if ess < ESS else []
     updates = config.algorithm.updates
     if age > 0:
@@ -115,6 +130,7 @@ def stale(run: History) -> Finding | None:
         run.last,
         tuple(changes),
         "The policy moves too far between the sampling of a token and its update: fewer steps of lag, or smaller ones.",
+        problem=not run.rises,
         explains=frozenset(("collapse", "flat", "gap")),
     )
 

@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from titan_rl.config.sections import Config
 from titan_rl.diagnosis.answers import AnswerFacts
+from titan_rl.diagnosis.findings import moved
 
 RECENT = 5  # steps whose mean is "now": one step is noise, and ten hide a fresh change
 BEFORE = 8  # steps whose mean a change is compared with
 SIGMAS = 4.0  # a change: a rule looks at a hundred places of a run, and a healthy one has 3 sigmas somewhere
 GAIN_SIGMAS = 2.0  # a gain between the first and the last third, of which a run has one
+SOLVED = 0.95  # level of a mean reward that leaves little to learn; 0 is the worst reward, 1 the best
 OUTLIERS = 0.1  # share of later steps that may be exceptions to "since step N"
 
 
@@ -54,10 +56,24 @@ class Series:
         differences = [abs(b - a) for a, b in zip(self.values, self.values[1:], strict=False)]
         return 1.4826 * median(differences) / math.sqrt(2) if differences else math.inf  # 1.4826: sigma of a normal
 
+    def plus(self, other: "Series") -> "Series":
+        """Return the sums of two metrics at the steps that have both."""
+        added = dict(zip(other.steps, other.values, strict=True))
+        pairs = zip(self.steps, self.values, strict=True)
+        return Series([(step, value + added[step]) for step, value in pairs if step in added])
+
     def thirds(self) -> tuple[float, float]:
         """Return the means of the first and the last third; NaN if there is no value."""
         third = max(1, len(self.values) // 3)
         return (fmean(self.values[:third]), fmean(self.values[-third:])) if self.values else (math.nan, math.nan)
+
+    def onset(self) -> int:
+        """Return the first step from which on the values are nearer to the last ones than a sixth of the way, which is
+        when a slow rise or fall began."""
+        before, after = self.thirds()
+        before = min(self.values[:RECENT], key=lambda value: abs(value - before))
+        sixth = before + (after - before) / 6
+        return self.since(lambda value: (value - sixth) * (after - before) > 0)
 
     @property
     def gain(self) -> float:
@@ -82,6 +98,19 @@ class Score:
     @property
     def error(self) -> float:
         return max((self.high - self.low) / 3.92, 1e-9)  # 3.92: two-sided 95% of a normal
+
+
+class Goal(NamedTuple):
+    """A metric that a run without rewards improves."""
+
+    name: str
+    series: Series  # times `sign`, so that it rises as the run learns
+    sign: int
+
+    @property
+    def moved(self) -> str:
+        before, after = self.series.thirds()
+        return moved(self.name, self.sign * before, self.sign * after)
 
 
 class History:
@@ -127,6 +156,49 @@ class History:
         return self["reward/mean"]
 
     @property
+    def teacher_only(self) -> bool:
+        """True if a teacher's log-probs take the place of rewards. A teacher that reads a right sibling needs them."""
+        algorithm = self.config.algorithm
+        return self.samples and algorithm.advantage == "teacher" and "sibling" not in algorithm.teacher_context
+
+    @property
+    def goal(self) -> "Goal":
+        """Return what a run without rewards improves."""
+        if self.teacher_only and len(self["distill/gain"]):
+            return Goal("distill/gain", self["distill/gain"], 1)
+        name = "distill/divergence" if self.teacher_only and len(self["distill/divergence"]) else "loss"
+        falls = self[name]
+        return Goal(name, Series([(s, -v) for s, v in zip(falls.steps, falls.values, strict=True)]), -1)
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """Return the worst and the best reward: of all samples, or as far as the means and deviations show them."""
+        facts = self.answers
+        if facts and facts.best > facts.worst:
+            low, high = facts.worst, facts.best
+        else:
+            stds = dict(zip(self["reward/std"].steps, self["reward/std"].values, strict=True))
+            means = zip(self.reward.steps, self.reward.values, strict=True)
+            moments = [(mean, math.hypot(mean, stds.get(step, 0.0))) for step, mean in means]
+            low = min((mean for mean, _ in moments), default=0.0)
+            # Of two values 0 and b the mean square is b times the mean; of -b and b it is the square of b.
+            estimates = (root if low < 0 else root * root / mean for mean, root in moments if low < 0 or mean > 0)
+            high = max(estimates, default=1.0)
+            low = -high if low < 0 else 0.0
+        if low >= 0:
+            return (low if high > 1 and facts and facts.best > facts.worst else 0.0), max(high, 1.0)
+        return low, high
+
+    @property
+    def reward_level(self) -> float:
+        """Return where the mean reward is between the worst reward, 0, and the best, 1."""
+        return self.level_of(self.reward.recent())
+
+    def level_of(self, reward: float) -> float:
+        low, high = self.reward_range
+        return (reward - low) / (high - low)
+
+    @property
     def reward_std(self) -> float:
         """Return the usual standard deviation of a reward."""
         return median(self["reward/std"].values) if self["reward/std"].values else math.nan
@@ -154,10 +226,11 @@ class History:
     @property
     def rises(self) -> bool:
         """True if the reward or the held-out score rose beyond noise, or the loss on given data fell."""
-        if self.samples:
+        if self.samples and not self.teacher_only:
             gain, noise = self.reward_gain
         else:
-            gain, noise = -self["loss"].gain, self["loss"].gain_noise
+            goal = self.goal.series
+            gain, noise = goal.gain, goal.gain_noise
         learnt = len(self.lines) >= 6 and gain > max(GAIN_SIGMAS * noise, 1e-6)
         if len(self.scores) > 1:
             first, now = self.scores[0], self.scores[-1]

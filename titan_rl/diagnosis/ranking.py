@@ -9,7 +9,7 @@ at step 40 explains answers that are cut off since step 41.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from titan_rl.diagnosis import engine_rules, signal_rules, update_rules
+from titan_rl.diagnosis import config_rules, engine_rules, signal_rules, teacher_rules, update_rules
 from titan_rl.diagnosis.findings import Finding, number, percent
 from titan_rl.diagnosis.history import RECENT, History
 
@@ -20,6 +20,8 @@ RULES: Sequence[Rule] = (
     update_rules.not_finite,
     signal_rules.failures,
     signal_rules.noise_sampling,
+    config_rules.cold_sampling,
+    config_rules.entropy_bonus,
     engine_rules.routes,
     engine_rules.gap,
     engine_rules.stale,
@@ -29,6 +31,8 @@ RULES: Sequence[Rule] = (
     signal_rules.format_part,
     signal_rules.too_hard,
     signal_rules.solved,
+    teacher_rules.uncovered,
+    config_rules.tight_anchor,
     signal_rules.no_signal,
     update_rules.overfit,
     update_rules.rate_too_small,
@@ -36,6 +40,20 @@ RULES: Sequence[Rule] = (
     update_rules.flat,
     engine_rules.slow,
 )
+TEACHER_RULES: Sequence[Rule] = (
+    update_rules.not_finite,
+    signal_rules.failures,
+    config_rules.entropy_bonus,
+    engine_rules.routes,
+    engine_rules.gap,
+    engine_rules.stale,
+    update_rules.collapse,
+    signal_rules.truncation,
+    teacher_rules.uncovered,
+    update_rules.rate_too_small,
+    engine_rules.slow,
+)
+"""For runs that learn from a teacher without rewards."""
 FIT_RULES: Sequence[Rule] = (
     update_rules.not_finite,
     update_rules.collapse,
@@ -60,7 +78,7 @@ class Diagnosis:
 
 def diagnose(run: History) -> Diagnosis:
     """Return the causes, problems first, each with its effects."""
-    rules = RULES if run.samples else FIT_RULES
+    rules = TEACHER_RULES if run.teacher_only else RULES if run.samples else FIT_RULES
     if not run.lines:
         return Diagnosis((), (), ("no step was made yet",))
     found = [finding for rule in rules if (finding := rule(run)) is not None]
@@ -96,7 +114,7 @@ def _limits(run: History) -> tuple[str, ...]:
     steps, scores = len(run.lines), len(run.scores)
     if steps < FEW_STEPS:
         limits.append(f"{steps} steps are too few to tell a trend from noise: {FEW_STEPS} or more would show one")
-    if run.samples and len(run.reward) > 1:
+    if run.samples and not run.teacher_only and len(run.reward) > 1:
         _, noise = run.reward_gain
         if noise:
             limits.append(f"a change of the mean reward below {number(2 * noise)} cannot be seen in {steps} steps")
@@ -130,7 +148,10 @@ def measured(run: History) -> str:
 def progress(run: History) -> str:
     """Return how the scores moved, in one line."""
     parts = []
-    if run.samples and len(run.reward) > 1:
+    if run.teacher_only and len(run.goal.series) > 1:
+        goal = run.goal.series
+        parts.append(f"{run.goal.moved} ({'beyond' if abs(goal.gain) > 2 * goal.gain_noise else 'within'} noise)")
+    elif run.samples and len(run.reward) > 1:
         gain, noise = run.reward_gain
         before, after = run.reward.thirds()
         parts.append(

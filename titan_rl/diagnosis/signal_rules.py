@@ -3,7 +3,7 @@
 import math
 
 from titan_rl.diagnosis.findings import Change, Finding, number, percent
-from titan_rl.diagnosis.history import RECENT, SIGMAS, History
+from titan_rl.diagnosis.history import RECENT, SIGMAS, SOLVED, History
 
 CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
@@ -19,8 +19,7 @@ SAME = 1e-9  # difference of rewards that are the same
 DEAD = 0.95  # share of groups without signal: less than one group in twenty teaches
 SPARSE = 0.8  # the same, above which most of the sampling is wasted: half is usual
 DEAD_STEPS = 2  # steps in a row after which a rule speaks
-SOLVED = 0.95  # mean reward of a policy that has little left to learn, where 1 is the best
-HOPELESS = 0.02  # mean reward below which a task counts as too hard
+HOPELESS = 0.02  # level of the mean reward, from 0, the worst, to 1, below which a task counts as too hard
 ALWAYS = 3  # visits of a prompt after which "never" and "always" mean something
 FEWEST = 64  # answers after which a component that was always 0 is named
 MISSED = 0.05  # share of answers that hold the reference and earn nothing
@@ -38,7 +37,8 @@ def noise_sampling(run: History) -> Finding | None:
     first, reward = run["entropy"].steps[0], run.reward.recent()
     same = run.config.task.eval_reward in ("", run.config.task.reward) and not run.config.task.rewards
     greedy = run.scores[-1].value if same and run.scores else math.nan
-    worse = greedy - reward > max(GREEDY_GAP, SIGMAS * run.reward_noise / math.sqrt(RECENT))
+    low, high = run.reward_range
+    worse = greedy - reward > max(GREEDY_GAP * (high - low), SIGMAS * run.reward_noise / math.sqrt(RECENT))
     if r.temperature > HOT and (worse or (entropy > limit and not run.rises)):
         scores = f", where greedy answers to held-out problems earn {number(greedy)}" if worse else ""
         return Finding(
@@ -52,7 +52,7 @@ def noise_sampling(run: History) -> Finding | None:
             "too, so no other key changes.",
             explains=_FOLLOW_NOISE,
         )
-    if first <= 2 and entropy > limit and reward <= HOPELESS and not run.rises:
+    if first <= 2 and entropy > limit and run.reward_level <= HOPELESS and not run.rises:
         cold = run.config.cold_start.steps
         change = Change.of(run.config, "cold_start.steps", max(200, 4 * cold))
         if m.hf_assets_path:
@@ -103,9 +103,14 @@ def truncation(run: History) -> Finding | None:
         names, prompt = facts.cut.names, facts.cut.prompt
         if facts.whole.rewarded and facts.cut.rewarded:
             bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
-    dead = run["frac_reward_zero_std"].recent() >= DEAD
+    dead = run["frac_reward_zero_std"].recent() >= DEAD and not run.teacher_only
     early = len(cut) < CUT_STEPS and not dead  # a pretrained model often learns to be brief in its first steps
-    harmless = run.rises or early or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
+    harmless = (
+        run.rises
+        or early
+        or run.teacher_only
+        or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
+    )
     return Finding(
         "truncation",
         f"{percent(share)} of the answers are cut off {limit}, from step {since} on{bad}",
@@ -141,9 +146,9 @@ def _limit(run: History) -> tuple[Change, str]:
 def constant_reward(run: History) -> Finding | None:
     """A reward that gives every answer the same value."""
     value = _constant(run)
-    if value is None or (value == 0 and not _held_out_differs(run)):
-        return None  # always 0: too hard, or the reward; too_hard tells which as far as files show it
-    if value >= SOLVED and not _held_out_differs(run):
+    if value is None or (value <= 0 and not _held_out_differs(run)):
+        return None  # always 0 or -1: too hard, or the reward; too_hard tells which as far as files show it
+    if SOLVED <= value <= 1 and not _held_out_differs(run):
         return None  # solved
     return _reward_finding(run, value)
 
@@ -158,7 +163,7 @@ def _constant(run: History) -> float | None:
 
 def _held_out_differs(run: History) -> bool:
     """Return True if the held-out problems, judged by the same or another reward, tell answers apart."""
-    return any(HOPELESS < score.value < SOLVED for score in run.scores)
+    return any(HOPELESS < run.level_of(score.value) < SOLVED for score in run.scores)
 
 
 def _reward_finding(run: History, value: float) -> Finding:
@@ -234,14 +239,14 @@ def format_part(run: History) -> Finding | None:
 def too_hard(run: History) -> Finding | None:
     """Groups in which no answer earns anything."""
     dead = run["frac_reward_zero_std"]
-    if len(dead) < DEAD_STEPS or dead.recent() < DEAD or not 0 <= run.reward.recent() <= HOPELESS:
+    if len(dead) < DEAD_STEPS or dead.recent() < DEAD or not run.reward_level <= HOPELESS:
         return None
     facts, config = run.answers, run.config
     if facts and facts.missed.count > MISSED * facts.count:  # right answers that earn nothing
         return _reward_finding(run, run.reward.recent())
     since = dead.since(lambda value: value >= DEAD)
     own = ":" in _reward_name(run)
-    custom = ", or the reward is always 0" if own else ""
+    custom = f", or the reward is always {run.reward_range[0]:g}" if own else ""
     changes = [Change("task.path", "easier problems, or some that the policy solves at times", config.task.path)]
     loss = run.cold_start_loss
     cold = f"; the cold start ended with loss {number(loss)}" if math.isfinite(loss) else ""
@@ -268,7 +273,7 @@ def too_hard(run: History) -> Finding | None:
 def solved(run: History) -> Finding | None:
     """Groups in which every answer has the best reward."""
     dead = run["frac_reward_zero_std"]
-    if len(dead) < DEAD_STEPS or dead.recent() < DEAD or run.reward.recent() < SOLVED:
+    if len(dead) < DEAD_STEPS or dead.recent() < DEAD or not run.reward_level >= SOLVED:
         return None
     since = dead.since(lambda value: value >= DEAD)
     scores = f", held-out score {number(run.scores[-1].value)}" if run.scores else ""
@@ -288,7 +293,7 @@ def solved(run: History) -> Finding | None:
 def no_signal(run: History) -> Finding | None:
     """Most groups have equal rewards, and the score does not rise."""
     dead = run["frac_reward_zero_std"]
-    if len(dead) < DEAD_STEPS or dead.recent() < SPARSE or run.rises or run.reward.recent() >= SOLVED:
+    if len(dead) < DEAD_STEPS or dead.recent() < SPARSE or run.rises or run.reward_level >= SOLVED:
         return None
     since = dead.since(lambda value: value >= SPARSE)
     config, facts = run.config, run.answers

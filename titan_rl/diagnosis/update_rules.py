@@ -3,8 +3,10 @@
 import math
 from statistics import fmean
 
+from titan_rl.diagnosis import teacher_rules
+from titan_rl.diagnosis.config_rules import begins_before_cuts
 from titan_rl.diagnosis.findings import Change, Finding, moved, number, percent, rounded
-from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, History, Jump, is_number, jumps
+from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, History, Jump, is_number, jumps
 
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
@@ -15,6 +17,7 @@ PEAK_STEPS = 20  # steps from which on a slow decline stands out from noise
 STILL_STEPS = 30  # steps from which on a score can be called flat
 STILL_ENTROPY = 0.08  # relative change of the entropy below which the policy has hardly moved: 30 steps resolve that
 STILL_STD = 0.25  # standard deviations of a reward: with a gain that may be larger, a score is not flat yet
+CLOSE = 0.05  # nats between policy and teacher that rounding and sampling leave
 LOSS_SPIKE = 2.0  # times the first loss, which is the highest in a healthy run
 LEAST_RATE = 1e-6  # the lowest that recipes of RL for language models use
 LOSS_FACTOR = 1.3  # growth of a supervised loss that no batch explains once SIGMAS are exceeded too
@@ -48,9 +51,11 @@ def collapse(run: History) -> Finding | None:
     """Reward or entropy that jumped or declined for good, against the learning rate and the gradient's norm."""
     if not run.samples:
         return _loss_rises(run)
+    if run.teacher_only:
+        return teacher_rules.astray(run)
     jump = _jump(run)
     if jump is None:
-        return _declines(run) or _score_falls(run)
+        return _declines(run) or _score_falls(run) or _drifts(run)
     step, entropy = jump.step, run["entropy"]
     moves = _moves(run, step)
     at = run["lr"].between(0, step - 1)
@@ -64,6 +69,8 @@ def collapse(run: History) -> Finding | None:
     advice += f"suspect{warming}. Start over: these weights do not recover."
     if falls and len(entropy) and not _gradient_jumps(run, step):
         changes += (_entropy_bonus(run),)
+    if not falls:
+        changes += _no_bonus(run)
     if run.config.algorithm.updates > 1:
         changes += (Change.of(run.config, "algorithm.minibatches", 1),)
     if not run.config.algorithm.kl_coef:
@@ -71,7 +78,7 @@ def collapse(run: History) -> Finding | None:
     return Finding(
         "collapse",
         f"step {step}: {', '.join(moves)}",
-        step,
+        step if falls else begins_before_cuts(run, step),
         run.last,
         changes,
         advice,
@@ -148,6 +155,8 @@ def _declines(run: History) -> Finding | None:
     changes = [_rate(run, run.config.optimizer.lr / 3)]
     if falls and now < 0.5 * before:
         changes.append(_entropy_bonus(run))
+    if now > 1.5 * before:
+        changes += _no_bonus(run)
     if not run.config.algorithm.kl_coef:
         changes.append(_anchor(run))
     return Finding(
@@ -159,6 +168,30 @@ def _declines(run: History) -> Finding | None:
         tuple(changes),
         "It fell over many steps: a smaller rate, or a KL to the start of RL, keeps it.",
         explains=frozenset(("truncation", "no_signal", "too_hard", "constant_reward", "overfit", "flat", "prompts")),
+    )
+
+
+def _drifts(run: History) -> Finding | None:
+    """An entropy that grew over many steps to several times of what it was, without a gain."""
+    entropy = run["entropy"]
+    if len(entropy) < PEAK_STEPS or run.rises:
+        return None
+    before, now = fmean(entropy.values[:RECENT]), entropy.recent()
+    if now - before < ENTROPY_JUMP or now < ENTROPY_FACTOR * before:
+        return None
+    since = begins_before_cuts(run, entropy.onset())
+    return Finding(
+        "collapse",
+        f"{moved('entropy', before, now)}, rising since step {since}, {moved('reward', *run.reward.thirds())}",
+        since,
+        run.last,
+        (
+            _rate(run, run.config.optimizer.lr / 3),
+            *_no_bonus(run),
+            *(() if run.config.algorithm.kl_coef else (_anchor(run),)),
+        ),
+        "The policy gets more random, and no better: smaller updates, or a KL to the start of RL, hold it.",
+        explains=frozenset(("truncation", "no_signal", "too_hard", "flat", "prompts", "gap", "stale")),
     )
 
 
@@ -185,6 +218,10 @@ def _score_falls(run: History) -> Finding | None:
 
 def _entropy_bonus(run: History) -> Change:
     return Change.of(run.config, "algorithm.entropy_coef", max(0.001, 3 * run.config.algorithm.entropy_coef))
+
+
+def _no_bonus(run: History) -> tuple[Change, ...]:
+    return (Change.of(run.config, "algorithm.entropy_coef", 0.0),) if run.config.algorithm.entropy_coef else ()
 
 
 def _anchor(run: History) -> Change:
@@ -265,7 +302,13 @@ def rate_too_small(run: History) -> Finding | None:
         return None
     total = sum(rates.values) * (run.config.algorithm.updates if run.samples else 1)
     late = run.config.lr_scheduler.warmup_steps > len(rates) and max(rates.values) < 0.5 * run.config.optimizer.lr
-    if run.samples:
+    if run.teacher_only:
+        goal = run.goal.series
+        before, after = goal.thirds()
+        if abs(after) < CLOSE or abs(before - after) > max(0.02 * abs(before), GAIN_SIGMAS * goal.gain_noise):
+            return None
+        what = run.goal.moved
+    elif run.samples:
         entropy = run["entropy"]
         before, after = entropy.thirds()
         kl = run["kl/k3"].recent()
@@ -299,7 +342,7 @@ def flat(run: History) -> Finding | None:
     """A score that does not rise although the policy changes."""
     if not run.samples or len(run.reward) < STILL_STEPS or run.rises or not _flat(run):
         return None
-    if run.reward.recent() > 0.95 * _best(run):
+    if run.reward_level >= SOLVED:
         return None
     gain, noise = run.reward_gain
     return Finding(
@@ -319,11 +362,6 @@ def _flat(run: History) -> bool:
     gain, _ = run.reward_gain
     noise = run.most_reward_noise * math.sqrt(2 / max(1, len(run.reward) // 3))
     return gain + (GAIN_SIGMAS + 1) * noise <= max(STILL_STD * run.reward_std, 1e-9)
-
-
-def _best(run: History) -> float:
-    """Return the best reward that an answer may have, as far as the run shows it."""
-    return run.answers.best if run.answers and run.answers.count else math.inf
 
 
 def _rate(run: History, value: float) -> Change:

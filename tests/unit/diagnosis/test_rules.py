@@ -15,6 +15,9 @@ from titan_rl.diagnosis.ranking import Diagnosis, diagnose
 from titan_rl.diagnosis.watch import Watch
 
 GRPO, SMOL = config(), config("grpo_smollm2")
+GSPO, GSPO_4 = config("gspo_llama", rollout__max_staleness_steps=1), config("gspo_llama", algorithm__minibatches=4)
+OPD, SDFT, GKD = config("opd_llama"), config("sdft_calc_llama"), config("gkd_llama")
+ANCHORED, COLD = config(algorithm__kl_coef=0.01), config(rollout__temperature=0.3)
 
 
 def found(lines: list[Line], cfg: Config, answers: AnswerFacts | None = None) -> Diagnosis:
@@ -78,6 +81,28 @@ HEALTHY: dict[str, Callable[[int], tuple[list[Line], Config]]] = {
         metrics(60, GRPO, seed=seed, change=lambda n, line: {
             "policy_age/mean": 0.73, "policy_age/max": 1.0, "clip_ratio/high": 0.006, "logprob_gap/mean": 0.037,
             "logprob_gap/mult": 1.06, "logprob_gap/max": 1.5}), GRPO),
+    "gspo with a lag of one step": lambda seed: (
+        metrics(60, GSPO, seed=seed, change=lambda n, line: {
+            "policy_age/mean": 0.8, "policy_age/max": 1.0, "clip_ratio/low": 0.21, "clip_ratio/high": 0.24,
+            "logprob_gap/mean": 0.01, "logprob_gap/mult": 1.012, "logprob_gap/max": 0.8}), GSPO),
+    "gspo with four updates, flat so far": lambda seed: (
+        metrics(12, GSPO_4, seed=seed, reward=ramp(0.4, 0.4),
+                change=lambda n, line: {"clip_ratio/low": 0.31, "clip_ratio/high": 0.22}), GSPO_4),
+    "a teacher, and no answer is right": lambda seed: (
+        metrics(40, OPD, seed=seed, entropy=ramp(1.2, 0.6),
+                change=lambda n, line: dead_at(0.0)(n, line) | {"loss": 0.9 - 0.015 * n}), OPD),
+    "a teacher with the answer, and no answer is right": lambda seed: (
+        metrics(40, SDFT, seed=seed, entropy=ramp(1.2, 0.6), change=lambda n, line: dead_at(0.0)(n, line)
+                | {"distill/gain": 0.04 * n - 2, "distill/covered": 1.0, "distill/too_long": 0.0}), SDFT),
+    "divergences from a teacher": lambda seed: (
+        metrics(40, GKD, seed=seed, entropy=ramp(1.2, 0.6), change=lambda n, line: dead_at(0.0)(n, line)
+                | {"distill/divergence": 0.5 / n ** 0.5}), GKD),
+    "rewards of -1 and 1": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(2, -1)), GRPO),
+    "rewards of 0 to 10": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(10, 0)), GRPO),
+    "rewards of -3 to 3": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(6, -3)), GRPO),
+    "a small KL that does not hold it": lambda seed: (
+        metrics(60, ANCHORED, seed=seed, change=lambda n, line: {"kl/k3": 2e-4 * n}), ANCHORED),
+    "a cold temperature that leaves a choice": lambda seed: (metrics(60, COLD, seed=seed), COLD),
     "a slow, large model that rises late": lambda seed: (
         metrics(40, SMOL, seed=seed, reward=lambda share: 0.3 + 0.3 * max(0.0, share - 0.4)), SMOL),
 }  # fmt: skip
@@ -89,6 +114,14 @@ def test_healthy_runs_get_no_word(name: str) -> None:
         lines, cfg = HEALTHY[name](seed)
         assert [(seed, finding.text) for finding in found(lines, cfg).problems] == []
         assert [(seed, *warning) for warning in warned(lines, cfg)] == []
+
+
+def scaled(factor: float, least: float) -> Callable[[int, Line], Line]:
+    """Return rewards from `least` on in place of those from 0 to 1."""
+    return lambda step, line: {
+        "reward/mean": factor * line["reward/mean"] + least,
+        "reward/std": factor * line["reward/std"],
+    }
 
 
 # -- planted runs -----------------------------------------------------------------------------------------------------
@@ -303,6 +336,124 @@ def test_stale_samples_ask_for_less_lag() -> None:
     diagnosis = found(metrics(40, cfg, reward=ramp(0.4, 0.4), change=lambda step, line: old), cfg)
     assert first(diagnosis) == ("stale", "rollout.max_staleness_steps")
     assert "samples are 6.2 steps old (at most 8)" in diagnosis.problems[0].text
+
+
+def test_stale_samples_are_a_note_while_the_score_rises() -> None:
+    """The clip acts from step 5 on, on one side only."""
+    cfg = config("grpo_llama_async", rollout__max_staleness_steps=8)
+
+    def change(step: int, line: Line) -> Line:
+        return {"policy_age/mean": 3.0, "policy_age/max": 4.0, "clip_ratio/low": 0.3 if step >= 5 else 0.0}
+
+    diagnosis = found(metrics(40, cfg, change=change), cfg)
+    assert [(each.rule, each.problem, each.since) for each in diagnosis.findings] == [("stale", False, 5)]
+
+
+def test_a_clip_of_nearly_all_sequences_is_too_much_for_gspo_too() -> None:
+    wild = {"policy_age/mean": 3.0, "policy_age/max": 4.0, "clip_ratio/low": 0.4, "clip_ratio/high": 0.5}
+    diagnosis = found(metrics(40, GSPO, reward=ramp(0.4, 0.4), change=lambda step, line: wild), GSPO)
+    assert first(diagnosis) == ("stale", "rollout.max_staleness_steps")
+
+
+@pytest.mark.parametrize(
+    ("keys", "names_it"),
+    [
+        ({"generator__dtype": "bfloat16"}, True),
+        ({"generator__dtype": "bfloat16", "lora__sync": "adapter"}, False),
+        ({"generator__dtype": "float32"}, False),
+    ],
+)
+def test_merged_adapters_in_16_bits_are_the_first_suspect_of_a_gap(keys: dict[str, str], names_it: bool) -> None:
+    cfg = config("grpo_smollm2_lora", **keys)
+    rounded = {"logprob_gap/mean": 0.22, "logprob_gap/mult": 1.3, "logprob_gap/max": 2.0}
+    diagnosis = found(metrics(20, cfg, reward=ramp(0.3, 0.3), change=lambda step, line: rounded), cfg)
+    assert diagnosis.problems[0].rule == "gap"
+    assert (first(diagnosis)[1] == "lora.sync") is names_it
+
+
+# -- keys of the config that the curves show ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [1.0, 20.0])
+def test_a_kl_that_holds_the_policy_is_named(weight: float) -> None:
+    cfg = config(algorithm__kl_coef=weight)
+    moved = ramp(0.6, 0.6 if weight < 10 else 0.3)  # the entropy may fall all the same
+    lines = metrics(80, cfg, reward=ramp(0.3, 0.3), entropy=moved, change=lambda n, line: {"kl/k3": 3e-5})
+    assert first(found(lines, cfg)) == ("tight_anchor", "algorithm.kl_coef")
+    assert any("algorithm.kl_coef" in text for _, text in warned(lines, cfg))
+
+
+def test_an_entropy_bonus_is_the_cause_of_answers_that_are_cut_off() -> None:
+    """Cuts are seen a step before the entropy's jump."""
+    cfg = config(algorithm__entropy_coef=1.0)
+
+    def change(step: int, line: Line) -> Line:
+        cut = {"completions/clipped_ratio": min(0.9, 0.2 * (step - 5))} if step >= 6 else {}
+        return cut | {"entropy": 1.1 if step < 7 else 3.5}
+
+    lines = metrics(45, cfg, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=change)
+    diagnosis = found(lines, cfg)
+    assert first(diagnosis) == ("entropy_bonus", "algorithm.entropy_coef")
+    assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects]
+    lines = metrics(60, cfg, entropy=ramp(0.5, 3.0), reward=lambda share: 0.5 if share < 0.2 else 0.6 - 0.5 * share)
+    assert first(found(lines, cfg)) == ("entropy_bonus", "algorithm.entropy_coef")
+
+
+def test_an_entropy_that_drifts_up_without_a_bonus_is_the_rate() -> None:
+    lines = metrics(60, SMOL, reward=ramp(0.3, 0.3), entropy=ramp(0.6, 2.4))
+    assert first(found(lines, SMOL)) == ("collapse", "optimizer.lr")
+
+
+def test_a_temperature_that_leaves_no_choice_is_named() -> None:
+    cfg = config(rollout__temperature=0.1)
+    lines = metrics(60, cfg, reward=ramp(0.4, 0.4), entropy=ramp(0.04, 0.03), dead=ramp(0.93, 0.93))
+    assert first(found(lines, cfg)) == ("cold_sampling", "rollout.temperature")
+    assert any("rollout.temperature" in text for _, text in warned(lines, cfg))
+
+
+# -- rewards of other scales -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [0.88, 0.97])
+def test_groups_without_signal_are_no_solved_task_at_any_scale(dead: float) -> None:
+    flat = lambda n, line: scaled(10, 0)(n, line) | {"frac_reward_zero_std": dead}  # noqa: E731
+    diagnosis = found(metrics(60, GRPO, reward=ramp(0.3, 0.3), change=flat), GRPO)
+    assert first(diagnosis) == ("no_signal", "algorithm.dynamic_sampling")
+    assert "solved" not in [finding.rule for finding in diagnosis.findings]
+
+
+@pytest.mark.parametrize("worst", [-1.0, -3.0, 0.0])
+def test_always_the_worst_reward_is_a_task_that_is_too_hard(worst: float) -> None:
+    samples = facts(answers(8, lambda p, j: f"text {p} {j}", lambda p, j: worst))
+    for known in (samples, None):
+        assert first(found(metrics(40, GRPO, change=dead_at(worst)), GRPO, known)) == ("too_hard", "cold_start.steps")
+
+
+def test_one_right_answer_of_300_is_too_hard_where_a_wrong_one_earns_less_than_0() -> None:
+    rare = lambda n, line: {"reward/mean": -1 + 0.004 * (n % 3), "reward/std": 0.06, "frac_reward_zero_std": 0.97}  # noqa: E731
+    assert first(found(metrics(40, GRPO, change=rare), GRPO))[0] in ("too_hard", "no_signal")
+
+
+# -- teachers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_leaves_its_teacher_is_a_collapse() -> None:
+    gone = lambda n, line: dead_at(0.0)(n, line) | {"loss": 0.9 - 0.02 * n if n < 20 else 2.5}  # noqa: E731
+    diagnosis = found(metrics(40, OPD, change=gone), OPD)
+    assert first(diagnosis) == ("collapse", "optimizer.lr")
+    assert diagnosis.problems[0].since == 20
+
+
+def test_a_distance_to_the_teacher_that_stays_is_a_rate_that_is_too_small() -> None:
+    same = {"distill/gain": -1.2, "distill/covered": 1.0, "distill/too_long": 0.0}
+    diagnosis = found(metrics(60, SDFT, entropy=ramp(0.5, 0.5), change=lambda n, line: same), SDFT)
+    assert first(diagnosis) == ("rate_too_small", "optimizer.lr")
+
+
+def test_a_teacher_that_reads_nothing_more_is_named() -> None:
+    bare = {"distill/gain": 0.0, "distill/covered": 0.02, "distill/too_long": 0.98}
+    diagnosis = found(metrics(60, SDFT, change=lambda n, line: bare), SDFT)
+    assert first(diagnosis) == ("uncovered", "training.seq_len")
 
 
 def test_a_slower_part_is_named_with_its_step() -> None:
