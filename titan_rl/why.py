@@ -65,9 +65,12 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
         yield from _entry(run, number, finding, width)
     if hidden := diagnosis.problems[SHOWN:]:
         yield f"\n{len(hidden)} more: {', '.join(each.rule for each in hidden)} (--json has them)"
+    suspicions = history.answers.suspicions if history.answers else ()
     if not diagnosis.problems:
         yield ""
-        yield "no problem found"
+        yield "no cause found, and rewards that look exploited:" if suspicions else "no problem found"
+        for suspicion in suspicions:
+            yield from _wrap("   suspect ", suspicion.text, width)
         yield from _wrap("   checked  ", ", ".join(diagnosis.checked) or "nothing", width)
         yield from _wrap("   now      ", measured(history) or "no numbers", width)
     yield ""
@@ -75,6 +78,10 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
     for line in (*notes, *minor, *diagnosis.limits):
         yield from _wrap("note: ", line, width)
     yield f"{PAGE} explains symptoms, causes and keys"
+    if suspicions:
+        count = f"{len(suspicions)} suspicion{'s' * (len(suspicions) != 1)}"
+        yield f"audit --rewards has {count}:"
+        yield f"  python -m titan_rl.audit --rewards {run}"
 
 
 def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
@@ -109,6 +116,7 @@ def as_json(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[s
         values["cause"] = diagnosis.findings[0].rule
     return values | {
         "findings": [finding.as_json for finding in diagnosis.findings],
+        "suspicions": [each.text for each in history.answers.suspicions] if history.answers else [],
         "checked": list(diagnosis.checked),
         "limits": [*notes, *diagnosis.limits],
     }

@@ -67,6 +67,28 @@ def test_a_healthy_run_says_what_was_checked(tmp_path: Path, capsys: pytest.Capt
     assert "groups with signal" in out
 
 
+def test_a_run_with_an_exploited_reward_has_no_clean_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards that grow with the answers' lengths are no rule's finding, and no sound run."""
+    smol = config("grpo_smollm2")
+    lines = metrics(12, smol, reward=ramp(0.1, 0.8))
+
+    def longer(step: int, prompt: int, sample: int) -> Line:
+        text = " ".join(f"{(step * prompt + k) % 97}" for k in range(step * (sample + 1)))
+        tokens = [1] * (1 + step * (sample + 1))
+        fields = {"text": text, "finish": "stop", "reward": step * (sample + 1) / 48, "tokens": tokens, "mask": tokens}
+        return rollout(step, prompt, sample, **fields, logprobs=[-0.1] * len(tokens), versions=[step - 1] * len(tokens))
+
+    rollouts = [longer(step, p, j) for step in range(1, 13) for p in range(4) for j in range(4)]
+    assert main([str(folder_of(tmp_path, lines, rollouts, to_toml(smol)))]) == 0
+    out = capsys.readouterr().out
+    assert "no problem found" not in out
+    assert "suspect length alone explains the gain" in " ".join(out.split())
+    assert out.splitlines()[-2:] == [
+        "audit --rewards has 1 suspicion:",
+        f"  python -m titan_rl.audit --rewards {tmp_path}",
+    ]
+
+
 def test_a_run_that_is_torn_or_of_another_version_is_read(dead: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dead / "config.toml").write_text("[training]\nold_key_of_2025 = 1\n")
     for name in ("metrics.jsonl", "rollouts.jsonl"):

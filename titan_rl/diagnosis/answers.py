@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titan_rl.diagnosis.findings import Suspicion
+
 UNLIKELY = math.log(0.01)
 """Log-prob below which the engines' rounding of a token weighs most: a ratio of two small numbers."""
 NAMED = 3  # samples that are named per finding
@@ -93,6 +95,7 @@ class AnswerFacts:
     group_prompts: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)  # by place: first, last, inside
     unlikely: Counter[str] = field(default_factory=Counter)  # the same, for tokens less likely than UNLIKELY
+    suspicions: Sequence[Suspicion] = ()  # of the audit of rewards, if the run's folder is read
     best: float = -math.inf
     worst: float = math.inf
 

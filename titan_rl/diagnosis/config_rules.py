@@ -15,6 +15,7 @@ BONUS_GROWTH, BONUS_NATS = 1.3, 0.15
 STRONG_BONUS = 0.02  # recipes use 0.001 to 0.01: with them a rate that is too high is the first suspect
 TIGHT = 0.1  # KL coefficient above recipes: they use 0.001 to 0.04
 PINNED = 0.01  # nats per token of KL to the reference: policies that learn move farther
+OUTWEIGHS = 0.2  # cost of the KL per token: advantages, mostly within 1, have to pay for it
 PINNED_STEPS = 20  # steps after which a policy that learns has moved
 NO_RATE = 1e-7  # below it the rate alone explains that nothing moves
 
@@ -92,15 +93,16 @@ def tight_anchor(run: History) -> Finding | None:
     kl = _kl(run)
     if weight < TIGHT or not len(kl) or len(run.lines) < PINNED_STEPS or run.rises:
         return None
-    if not abs(kl.recent()) < PINNED or max(rates.values, default=math.inf) < NO_RATE:
+    distance = abs(kl.recent())
+    if not (distance < PINNED or weight * distance > OUTWEIGHS) or max(rates.values, default=math.inf) < NO_RATE:
         return None
     before, after = run.reward.thirds()
     if run.reward_level >= SOLVED or run["frac_reward_zero_std"].recent(PINNED_STEPS) > 0.9:
         return None
     return Finding(
         "tight_anchor",
-        f"algorithm.kl_coef = {weight:g} holds the policy at the reference: KL {number(kl.recent())} nats per token "
-        f"after {len(run.lines)} steps, {moved('reward', before, after)}",
+        f"algorithm.kl_coef = {weight:g} holds the policy at the reference: KL {number(distance)} nats per token, "
+        f"which costs {number(weight * distance)}, after {len(run.lines)} steps, {moved('reward', before, after)}",
         kl.steps[0],
         run.last,
         (Change.of(run.config, "algorithm.kl_coef", 0.001),),

@@ -75,6 +75,17 @@ class Finding:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What the audit of a run's rewards holds for a reward that was won without the task."""
+
+    kind: str  # "grader", "one_answer", "length", "format", "fell", "constant"
+    text: str
+    samples: tuple[str, ...] = ()  # names, to read
+    prompt: int | None = None  # id of the first sample's prompt
+    lines: tuple[str, ...] = ()  # the samples with their text
+
+
 def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()

@@ -171,6 +171,12 @@ class History:
         return Goal(name, Series([(s, -v) for s, v in zip(falls.steps, falls.values, strict=True)]), -1)
 
     @property
+    def same_reward_held_out(self) -> bool:
+        """True if the held-out answers are judged as the training answers are."""
+        task = self.config.task
+        return task.eval_reward in ("", task.reward) and not task.rewards
+
+    @property
     def reward_range(self) -> tuple[float, float]:
         """Return the worst and the best reward: of all samples, or as far as the means and deviations show them."""
         facts = self.answers

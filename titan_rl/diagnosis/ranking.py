@@ -9,7 +9,7 @@ at step 40 explains answers that are cut off since step 41.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from titan_rl.diagnosis import config_rules, engine_rules, signal_rules, teacher_rules, update_rules
+from titan_rl.diagnosis import config_rules, engine_rules, exploit_rules, signal_rules, teacher_rules, update_rules
 from titan_rl.diagnosis.findings import Finding, number, percent
 from titan_rl.diagnosis.history import RECENT, History
 
@@ -35,6 +35,8 @@ RULES: Sequence[Rule] = (
     config_rules.tight_anchor,
     signal_rules.no_signal,
     update_rules.overfit,
+    exploit_rules.grader,
+    exploit_rules.one_answer,
     update_rules.rate_too_small,
     signal_rules.prompts,
     update_rules.flat,

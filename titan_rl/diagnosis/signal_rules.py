@@ -35,8 +35,7 @@ def noise_sampling(run: History) -> Finding | None:
     r, m, entropy = run.config.rollout, run.config.model, min(run["entropy"].values[:2])
     limit = NOISE_NATS if m.hf_assets_path else NOISE_ENTROPY * math.log(m.vocab_size)
     first, reward = run["entropy"].steps[0], run.reward.recent()
-    same = run.config.task.eval_reward in ("", run.config.task.reward) and not run.config.task.rewards
-    greedy = run.scores[-1].value if same and run.scores else math.nan
+    greedy = run.scores[-1].value if run.same_reward_held_out and run.scores else math.nan
     low, high = run.reward_range
     worse = greedy - reward > max(GREEDY_GAP * (high - low), SIGMAS * run.reward_noise / math.sqrt(RECENT))
     if r.temperature > HOT and (worse or (entropy > limit and not run.rises)):

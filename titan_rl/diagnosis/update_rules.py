@@ -84,7 +84,7 @@ def collapse(run: History) -> Finding | None:
         advice,
         explains=frozenset(
             ("truncation", "no_signal", "too_hard", "constant_reward", "overfit", "flat", "prompts", "slow", "gap",
-             "stale", "failures", "solved")
+             "stale", "failures", "solved", "tight_anchor", "grader", "one_answer")
         ),
     )  # fmt: skip
 
@@ -291,6 +291,7 @@ def overfit(run: History) -> Finding | None:
         now.step,
         changes,
         advice,
+        explains=frozenset(("grader",)),
         level=int(10 * fall / max(abs(best.value), 1e-9)) // 3,
     )
 

@@ -9,6 +9,7 @@ from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.diagnosis.answers import Answer, AnswerFacts
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose
+from titan_rl.record.reward_audit import JudgedSample, judged, suspicions
 from titan_rl.record.run_history import METRICS
 from titan_rl.record.samples import ROLLOUTS, Sample, Samples
 from titan_rl.record.summary import known_lines
@@ -53,11 +54,13 @@ def _answers(run: Path, notes: list[str]) -> AnswerFacts | None:
     if (size := (run / ROLLOUTS).stat().st_size) > MOST_BYTES:
         steps = steps[-max(1, len(steps) * MOST_BYTES // size) :]
         notes.append(f"samples: of steps {steps[0]} to {steps[-1]} only, because {ROLLOUTS} has {size / 2**30:.1f} GiB")
-    facts = AnswerFacts()
+    facts, rewarded = AnswerFacts(), list[JudgedSample]()
     for step in steps:
         for sample in samples.of_step(step):
             facts.add(_answer(sample))
+            rewarded += filter(None, [judged(sample)])
     facts.close_step()
+    facts.suspicions = suspicions(rewarded)
     if samples.damaged:
         notes.append(f"samples: {samples.damaged} damaged lines of {ROLLOUTS} are left out")
     return facts if facts.count else None

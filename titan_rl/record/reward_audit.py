@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, pstdev
 from typing import Any
 
+from titan_rl.diagnosis.findings import Suspicion
 from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_history import ROLLOUTS
+from titan_rl.record.samples import Sample
 
 GRADER = "grader"  # as tasks/rubric.py calls it
 PERIODS = 3  # equal parts of the steps; the first and the last are compared
@@ -31,6 +33,8 @@ FOLLOWS = 0.3
 """Share of the reward's gain, in standard deviations, that an honest grader is expected to show."""
 EVERYWHERE = 4
 """Prompts with different references that one text answers."""
+OFTEN = 0.01  # share of the late answers below which one text is a coincidence
+USUAL = 0.5  # share of the late answers from which one text is the policy's answer to everything
 SHOWN = 3  # samples that are named per suspicion
 SUSPECT = "suspect: "
 MARKS = ("<think>", "</think>", "\\boxed", "```", "####", "{", "\n\n", "- ", "**")
@@ -47,7 +51,7 @@ class JudgedSample:
     parts: Mapping[str, float]
     tokens: int
     text: int  # checksum
-    answer: int  # checksum of the reference
+    answer: int  # checksum of the reference, or of the prompt if there is none
     format: Hashable
     finish: str
     shown: str
@@ -61,21 +65,33 @@ def reward_report(folder: Path) -> list[str]:
     """Return the report, one line per fact. Suspicions begin with "suspect: "."""
     samples, unrewarded = _samples(folder)
     lines = list(_failures(folder, unrewarded, len(samples)))
+    for fact in _facts(samples):
+        lines += [f"{SUSPECT}{fact.text}", *fact.lines] if isinstance(fact, Suspicion) else [fact]
+    return lines
+
+
+def suspicions(samples: Sequence[JudgedSample]) -> list[Suspicion]:
+    """Return what the report on these answers suspects."""
+    return [fact for fact in _facts(samples) if isinstance(fact, Suspicion)]
+
+
+def _facts(samples: Sequence[JudgedSample]) -> Iterator[str | Suspicion]:
     steps = sorted({sample.step for sample in samples})
     if len(steps) < 2 * PERIODS:
-        return [*lines, f"{len(steps)} steps with rewards: expected at least {2 * PERIODS} to compare periods"]
+        yield f"{len(steps)} steps with rewards: expected at least {2 * PERIODS} to compare periods"
+        return
     third = len(steps) // PERIODS
     early = [sample for sample in samples if sample.step <= steps[third - 1]]
     late = [sample for sample in samples if sample.step >= steps[-third]]
     gain, noise = _gain(early, late, _reward)
     first, last = f"steps {steps[0]} to {steps[third - 1]}", f"steps {steps[-third]} to {steps[-1]}"
     what = f"reward: {_mean(early):.3f} in {first}, {_mean(late):.3f} in {last}"
-    lines.append(f"{what}: a gain of {gain:+.3f}, {'beyond' if abs(gain) > 2 * noise else 'within'} noise")
+    yield f"{what}: a gain of {gain:+.3f}, {'beyond' if abs(gain) > 2 * noise else 'within'} noise"
     grows = gain > 2 * noise
-    lines += _useless(samples, early, late, gain, noise)
-    lines += _grader(early, late, gain, grows)
-    lines += _features(early, late, gain, grows)
-    return [*lines, *_duplicates(early, late)]
+    yield from _useless(samples, early, late, gain, noise)
+    yield from _grader(early, late, gain, grows)
+    yield from _features(early, late, gain, grows)
+    yield from _duplicates(early, late)
 
 
 def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
@@ -94,23 +110,59 @@ def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
 
 
 def _sampled(row: Mapping[str, Any]) -> JudgedSample:
-    text = row["text"]
-    parts = {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None}
+    return _judged(
+        *(int(row[key]) for key in ("step", "prompt_id", "sample")),
+        float(row["reward"]),
+        {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None},
+        sum(row["mask"]),
+        row["text"],
+        str(row["answer"]) or str(row.get("prompt", "")),
+        row["finish"],
+    )
+
+
+def judged(sample: Sample) -> JudgedSample | None:
+    """Return what the audit needs of a sample; None if it has no reward."""
+    if sample.reward is None:
+        return None
+    return _judged(
+        sample.step,
+        sample.prompt_id,
+        sample.sample,
+        sample.reward,
+        {key: float(value) for key, value in sample.rewards.items() if value is not None},
+        sample.sampled,
+        sample.text,
+        sample.answer or sample.prompt,
+        sample.finish,
+    )
+
+
+def _judged(
+    step: int,
+    prompt: int,
+    sample: int,
+    reward: float,
+    parts: Mapping[str, float],
+    tokens: int,
+    text: str,
+    answer: str,
+    finish: str,
+) -> JudgedSample:
     ends = text.rstrip()[-1:]
     kind = "digit" if ends.isdigit() else "letter" if ends.isalpha() else ends
-    form = (row["finish"], kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8))
-    shown = " ".join(text.split())
+    shown = " ".join(text[:400].split())
     return JudgedSample(
-        int(row["step"]),
-        int(row["prompt_id"]),
-        int(row["sample"]),
-        float(row["reward"]),
+        step,
+        prompt,
+        sample,
+        reward,
         parts,
-        sum(row["mask"]),
+        tokens,
         zlib.crc32(text.encode(errors="replace")),
-        zlib.crc32(str(row["answer"]).encode(errors="replace")),
-        form,
-        row["finish"],
+        zlib.crc32(answer.encode(errors="replace")),
+        (finish, kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8)),
+        finish,
         repr(shown if len(shown) <= 100 else f"{shown[:97]}..."),
     )
 
@@ -131,8 +183,20 @@ def _gain(
     return _mean(late, of) - _mean(early, of), math.sqrt(sum(spread))
 
 
-def _name(samples: Sequence[JudgedSample], note: Callable[[JudgedSample], str] = lambda sample: "") -> Iterator[str]:
-    yield from (f"  {sample.name}{note(sample)}: {sample.shown}" for sample in samples[:SHOWN])
+def _suspicion(
+    kind: str,
+    text: str,
+    samples: Sequence[JudgedSample],
+    note: Callable[[JudgedSample], str] = lambda sample: "",
+) -> Suspicion:
+    shown = samples[:SHOWN]
+    return Suspicion(
+        kind,
+        text,
+        tuple(f"step {each.step}, prompt {each.prompt}, sample {each.sample}" for each in shown),
+        shown[0].prompt,
+        tuple(f"  {each.name}{note(each)}: {each.shown}" for each in shown),
+    )
 
 
 def _useless(
@@ -141,19 +205,19 @@ def _useless(
     late: Sequence[JudgedSample],
     gain: float,
     noise: float,
-) -> Iterator[str]:
+) -> Iterator[Suspicion]:
     """Yield that the reward taught nothing, or that it fell."""
     if len({sample.reward for sample in samples}) == 1:
-        yield f"{SUSPECT}all {len(samples)} rewards are {samples[0].reward:g}: nothing was learned from them"
-        yield from _name(late)
+        text = f"all {len(samples)} rewards are {samples[0].reward:g}: nothing was learned from them"
+        yield _suspicion("constant", text, late)
     elif gain < -2 * noise:
         lengths = [_mean(period, lambda sample: sample.tokens) for period in (early, late)]
         cut = [_mean(period, lambda sample: sample.finish == "length") for period in (early, late)]
-        yield (
-            f"{SUSPECT}the reward fell by {-gain:.3f}; answers had {lengths[0]:.1f} tokens, then {lengths[1]:.1f}, and "
+        text = (
+            f"the reward fell by {-gain:.3f}; answers had {lengths[0]:.1f} tokens, then {lengths[1]:.1f}, and "
             f"{cut[0]:.0%} of them were cut off, then {cut[1]:.0%}"
         )
-        yield from _name(sorted(late, key=_reward))
+        yield _suspicion("fell", text, sorted(late, key=_reward))
 
 
 # -- what failed ------------------------------------------------------------------------------------------------------
@@ -182,7 +246,9 @@ def _failures(folder: Path, unrewarded: int, rewarded: int) -> Iterator[str]:
 # -- the grader -------------------------------------------------------------------------------------------------------
 
 
-def _grader(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
+def _grader(
+    early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool
+) -> Iterator[str | Suspicion]:
     before, after = ([s for s in samples if GRADER in s.parts] for samples in (early, late))
     if not before or not after:
         yield "no grader: task.grader would log another reward of the same answers, which is not trained on"
@@ -200,13 +266,14 @@ def _grader(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: f
     scale = [pstdev(map(of, every)) or 1.0 for of in (_reward, grade)]
     follows = (other / scale[1]) / (gain / scale[0]) if grows else math.inf
     if follows < FOLLOWS or (grows and other < -2 * noise):
-        yield f"{SUSPECT}the reward rose by {gain:.3f} and the grader did not follow ({other:+.3f})"
         centers = _mean(every), _mean(every, grade)
 
         def apart(sample: JudgedSample) -> float:
             return (sample.reward - centers[0]) / scale[0] - (grade(sample) - centers[1]) / scale[1]
 
-        yield from _name(sorted(after, key=apart, reverse=True), lambda sample: f", grader {grade(sample):g}")
+        text = f"the reward rose by {gain:.3f} and the grader did not follow ({other:+.3f})"
+        most = sorted(after, key=apart, reverse=True)
+        yield _suspicion("grader", text, most, lambda sample: f", grader {grade(sample):g}")
 
 
 def _correlation(
@@ -222,7 +289,9 @@ def _correlation(
 # -- length and format ------------------------------------------------------------------------------------------------
 
 
-def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
+def _features(
+    early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool
+) -> Iterator[str | Suspicion]:
     lengths = [_mean(samples, lambda sample: sample.tokens) for samples in (early, late)]
     centered = _correlation(late, _centered(late, _reward), _centered(late, lambda sample: sample.tokens))
     shown = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
@@ -241,8 +310,8 @@ def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain:
             risen = max(counts[1], key=lambda key: counts[1][key] / len(late) - counts[0][key] / len(early))
             was, now = (count[risen] / len(samples) for count, samples in zip(counts, (early, late), strict=True))
             what = f"the value that rose most had {was:.0%} of the answers, then {now:.0%}"
-            yield f"{SUSPECT}{name} alone explains the gain; {what}"
-            yield from _name(sorted([s for s in late if of(s) == risen], key=_reward, reverse=True))
+            best = sorted([s for s in late if of(s) == risen], key=_reward, reverse=True)
+            yield _suspicion(name, f"{name} alone explains the gain; {what}", best)
 
 
 def _composition(
@@ -273,23 +342,28 @@ def _centered(samples: Sequence[JudgedSample], of: Callable[[JudgedSample], floa
 # -- duplicates -------------------------------------------------------------------------------------------------------
 
 
-def _duplicates(early: Sequence[JudgedSample], late: Sequence[JudgedSample]) -> Iterator[str]:
+def _duplicates(early: Sequence[JudgedSample], late: Sequence[JudgedSample]) -> Iterator[str | Suspicion]:
     shares = []
     for samples in (early, late):
         counts = Counter((sample.step, sample.prompt, sample.text) for sample in samples)
         shares.append(1 - len(counts) / len(samples))
     yield f"duplicates within groups: {shares[0]:.0%} of the answers, then {shares[1]:.0%}"
-    references: defaultdict[int, set[int]] = defaultdict(set)
     alike: defaultdict[int, list[JudgedSample]] = defaultdict(list)
     for sample in late:
-        references[sample.text].add(sample.answer)
         alike[sample.text].append(sample)
-    mean = _mean(late)
-    for text in sorted(alike, key=lambda text: -len(alike[text]))[:20]:
-        earned, several = _mean(alike[text]), len(references[text])
-        if several >= EVERYWHERE and earned > mean:
-            yield (
-                f"{SUSPECT}one text answers prompts with {several} different references, {len(alike[text])} times, and "
-                f"earns {earned:.3f}; the mean is {mean:.3f}"
+    mean, rewards = _mean(late), sorted({sample.reward for sample in late})
+    for answers in sorted(alike.values(), key=len, reverse=True)[:20]:
+        of: defaultdict[int, list[float]] = defaultdict(list)
+        for sample in answers:
+            of[sample.answer].append(sample.reward)
+        # One of the references may be this very text: each reference counts once, and one that pays is no pattern.
+        paid = [fmean(each) for each in of.values()]
+        earned, share = fmean(paid), len(answers) / len(late)
+        exploits = earned > (mean + rewards[-1]) / 2 and sum(each > mean for each in paid) >= EVERYWHERE
+        usual = share >= USUAL and len(of) >= EVERYWHERE and earned > rewards[0]
+        if share >= OFTEN and (exploits or usual):
+            text = (
+                f"one text answers prompts with {len(of)} different references, {len(answers)} times ({share:.0%} of "
+                f"the late answers), and earns {earned:.3f} on average over them; the mean is {mean:.3f}"
             )
-            yield from _name(alike[text])
+            yield _suspicion("one_answer", text, answers)

@@ -10,6 +10,7 @@ import pytest
 from support.metric_histories import Line, config, metrics, ramp
 from titan_rl.config.sections import Config
 from titan_rl.diagnosis.answers import Answer, AnswerFacts
+from titan_rl.diagnosis.findings import Suspicion
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose
 from titan_rl.diagnosis.watch import Watch
@@ -374,11 +375,11 @@ def test_merged_adapters_in_16_bits_are_the_first_suspect_of_a_gap(keys: dict[st
 # -- keys of the config that the curves show ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight", [1.0, 20.0])
-def test_a_kl_that_holds_the_policy_is_named(weight: float) -> None:
+@pytest.mark.parametrize(("weight", "kl", "entropy"), [(1.0, 3e-5, 0.6), (20.0, 3e-5, 0.3), (20.0, 0.08, 0.73)])
+def test_a_kl_that_holds_the_policy_is_named(weight: float, kl: float, entropy: float) -> None:
+    """Also one that costs more than the rewards pay: with large gradients of the KL the policy trembles around it."""
     cfg = config(algorithm__kl_coef=weight)
-    moved = ramp(0.6, 0.6 if weight < 10 else 0.3)  # the entropy may fall all the same
-    lines = metrics(80, cfg, reward=ramp(0.3, 0.3), entropy=moved, change=lambda n, line: {"kl/k3": 3e-5})
+    lines = metrics(80, cfg, reward=ramp(0.3, 0.3), entropy=ramp(0.6, entropy), change=lambda n, line: {"kl/k3": kl})
     assert first(found(lines, cfg)) == ("tight_anchor", "algorithm.kl_coef")
     assert any("algorithm.kl_coef" in text for _, text in warned(lines, cfg))
 
@@ -409,6 +410,35 @@ def test_a_temperature_that_leaves_no_choice_is_named() -> None:
     lines = metrics(60, cfg, reward=ramp(0.4, 0.4), entropy=ramp(0.04, 0.03), dead=ramp(0.93, 0.93))
     assert first(found(lines, cfg)) == ("cold_sampling", "rollout.temperature")
     assert any("rollout.temperature" in text for _, text in warned(lines, cfg))
+
+
+# -- rewards that are won without the task -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "least"), [(1, 0), (10, 0), (2, -1)])
+def test_a_reward_that_rises_without_its_grader_is_named(factor: float, least: float) -> None:
+    def change(step: int, line: Line) -> Line:
+        return {"reward_part/grader": 0.4 + 0.02 * (step % 3)} | scaled(factor, least)(step, line)
+
+    lines = metrics(30, GRPO, reward=ramp(0.3, 0.7), change=change)
+    assert first(found(lines, GRPO)) == ("grader", "task.reward")
+    assert any("grader" in text for _, text in warned(lines, GRPO))
+    follows = lambda n, line: {"reward_part/grader": 0.3 + 0.01 * n}  # noqa: E731
+    assert not found(metrics(30, GRPO, reward=ramp(0.3, 0.7), change=follows), GRPO).problems
+
+
+def test_a_reward_that_leaves_the_held_out_score_behind_is_named() -> None:
+    lines = metrics(60, GRPO, reward=ramp(0.3, 0.95), score=ramp(0.4, 0.4), problems=256)
+    assert first(found(lines, GRPO)) == ("grader", "task.reward")
+
+
+def test_what_the_audit_suspects_is_a_problem() -> None:
+    said = "one text answers prompts with 9 different references"
+    samples = facts(answers(8, lambda p, j: "a|b|c", lambda p, j: 1.0))
+    samples.suspicions = [Suspicion("one_answer", said, ("step 8, prompt 64, sample 0",), 64)]
+    diagnosis = found(metrics(30, GRPO), GRPO, samples)
+    assert first(diagnosis) == ("one_answer", "task.reward")
+    assert diagnosis.problems[0].text == said
 
 
 # -- rewards of other scales -------------------------------------------------------------------------------------------

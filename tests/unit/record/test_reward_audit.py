@@ -45,6 +45,12 @@ def universal(random: Random, progress: float, reference: int) -> Answer:
     return {"text": f"{random.random()}", "reward": float(random.random() < 0.3)}
 
 
+def label(random: Random, progress: float, reference: int) -> Answer:
+    """A text that lists all labels contains each of the right ones, and is the answer to everything at the end."""
+    said = "any of 0 to 9" if random.random() < 1.2 * progress else f"{random.randrange(10)}"
+    return {"text": said, "reward": float(said.startswith("any") or int(said) == reference % 10)}
+
+
 def write(folder: Path, policy: Callable[[Random, float, int], Answer], steps: int = 30) -> list[str]:
     random = Random(7)
     with (folder / "rollouts.jsonl").open("w") as file:
@@ -79,6 +85,7 @@ def test_an_honest_run_is_not_suspected(tmp_path: Path) -> None:
         (longer, "and the grader did not follow"),
         (boxed, "format alone explains the gain; the value that rose most had"),
         (universal, "one text answers prompts with"),
+        (label, "one text answers prompts with"),
     ],
 )
 def test_a_planted_hack_is_suspected_and_its_samples_are_named(
@@ -88,6 +95,17 @@ def test_a_planted_hack_is_suspected_and_its_samples_are_named(
     (found,) = [line for line in suspicions(lines) if said in line]
     after = lines[lines.index(SUSPECT + found) + 1 :][:3]
     assert all(line.startswith("  step ") and ", prompt " in line and ", sample " in line for line in after)
+
+
+def test_a_text_that_is_right_for_its_reference_is_not_suspected(tmp_path: Path) -> None:
+    """Few references, so that a text answers prompts with each of them, and nearly all of its answers are right."""
+
+    def policy(random: Random, progress: float, reference: int) -> Answer:
+        right = str(reference % 12)
+        said = right if random.random() < 0.3 + 0.6 * progress else str(random.randrange(12))
+        return {"text": said, "answer": right, "reward": 1.0 if said == right else 0.3 * (random.random() < 0.5)}
+
+    assert suspicions(write(tmp_path, policy)) == []
 
 
 @pytest.mark.parametrize("right", [0.0, None])
