@@ -101,6 +101,15 @@ HEALTHY: dict[str, Callable[[int], tuple[list[Line], Config]]] = {
     "rewards of -1 and 1": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(2, -1)), GRPO),
     "rewards of 0 to 10": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(10, 0)), GRPO),
     "rewards of -3 to 3": lambda seed: (metrics(60, GRPO, seed=seed, change=scaled(6, -3)), GRPO),
+    "a ceiling at 0.88": lambda seed: (
+        metrics(120, GRPO, seed=seed, reward=lambda x: min(0.88, 0.4 + 2 * x), score=lambda x: min(0.86, 0.4 + 2 * x),
+                dead=ramp(0.4, 0.75)), GRPO),
+    "an entropy that falls fast while the reward rises": lambda seed: (
+        metrics(60, GRPO, seed=seed, entropy=lambda x: 0.25 + 1.35 * max(0, 1 - x * 7.5),
+                reward=lambda x: min(0.8, 0.2 + 2.2 * x)), GRPO),
+    "a cosine of the rate": lambda seed: (
+        metrics(100, GRPO, seed=seed, reward=lambda x: min(0.7, 0.3 + x),
+                change=lambda n, line: {"lr": 3e-3 * (1 - n / 101)}), GRPO),
     "a small KL that does not hold it": lambda seed: (
         metrics(60, ANCHORED, seed=seed, change=lambda n, line: {"kl/k3": 2e-4 * n}), ANCHORED),
     "a cold temperature that leaves a choice": lambda seed: (metrics(60, COLD, seed=seed), COLD),
@@ -410,6 +419,39 @@ def test_a_temperature_that_leaves_no_choice_is_named() -> None:
     lines = metrics(60, cfg, reward=ramp(0.4, 0.4), entropy=ramp(0.04, 0.03), dead=ramp(0.93, 0.93))
     assert first(found(lines, cfg)) == ("cold_sampling", "rollout.temperature")
     assert any("rollout.temperature" in text for _, text in warned(lines, cfg))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reward", "change", "rule", "key"),
+    [
+        ({}, ramp(0.3, 0.35), lambda n, line: {} if n < 20 else {
+            "logprob_gap/mean": 1e-5 + 0.004 * (n - 20), "logprob_gap/mult": 1 + 0.006 * (n - 20),
+            "logprob_gap/max": 0.2 * (n - 20) + 0.1}, "gap", "algorithm.correction"),
+        ({}, ramp(0.2, 0.2), lambda n, line: {"completions/clipped_ratio": 1.0},
+         "truncation", "rollout.max_new_tokens"),
+        ({"algorithm__overlong_filter": True}, ramp(0.3, 0.3), lambda n, line: {"completions/clipped_ratio": 0.8},
+         "truncation", "rollout.max_new_tokens"),
+        ({"algorithm__minibatches": 8}, ramp(0.3, 0.3),
+         lambda n, line: {"clip_ratio/low": 0.15, "clip_ratio/high": 0.18},
+         "stale", "algorithm.minibatches"),
+        ({}, ramp(0.3, 0.9), lambda n, line: {"completions/mean_length": 8 + n * 0.1, "time/step": 7 + n * 0.2,
+                                              "time/generate": 3 + n * 0.2}, "slow", "algorithm.overlong_buffer"),
+    ],
+)  # fmt: skip
+def test_other_causes_are_named(
+    keys: dict[str, Any],
+    reward: Callable[[float], float],
+    change: Callable[[int, Line], Line],
+    rule: str,
+    key: str,
+) -> None:
+    cfg = config(**keys)
+    assert first(found(metrics(80, cfg, reward=reward, change=change), cfg)) == (rule, key)
+
+
+def test_a_reward_that_is_inverted_on_the_training_set_is_named_by_the_score() -> None:
+    lines = metrics(60, GRPO, reward=ramp(0.3, 0.95), score=ramp(0.6, 0.05), dead=ramp(0.4, 0.4))
+    assert first(found(lines, GRPO))[0] == "overfit"
 
 
 # -- rewards that are won without the task -----------------------------------------------------------------------------
