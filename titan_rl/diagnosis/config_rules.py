@@ -16,7 +16,7 @@ STRONG_BONUS = 0.02  # recipes use 0.001 to 0.01: with them a rate that is too h
 TIGHT = 0.1  # KL coefficient above recipes: they use 0.001 to 0.04
 PINNED = 0.01  # nats per token of KL to the reference: policies that learn move farther
 OUTWEIGHS = 0.2  # cost of the KL per token: advantages, mostly within 1, have to pay for it
-PINNED_STEPS = 20  # steps after which a policy that learns has moved
+PINNED_STEPS = 30  # steps after which a policy that learns has moved
 NO_RATE = 1e-7  # below it the rate alone explains that nothing moves
 
 

@@ -3,12 +3,13 @@
 import math
 
 from titan_rl.diagnosis.findings import Change, Finding, number, percent
-from titan_rl.diagnosis.history import RECENT, SIGMAS, SOLVED, History
+from titan_rl.diagnosis.history import GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, History
 
 CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
 before they end teaches to be short rather than right."""
 CUT_STEPS = 10  # a run with signal may be cut off for this long: pretrained models get brief
+BRIEFER = 0.1  # fall of that share, as a share of the first, of a policy that learns to end in time
 ALL_CUT = 0.85  # hardly an answer ends
 NOISE_ENTROPY = 0.5  # times ln(vocabulary): a language model that follows its prompt stays far below
 NOISE_NATS = 3.0  # the same where the config does not know the vocabulary
@@ -104,9 +105,11 @@ def truncation(run: History) -> Finding | None:
             bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
     dead = run["frac_reward_zero_std"].recent() >= DEAD and not run.teacher_only
     early = len(cut) < CUT_STEPS and not dead  # a pretrained model often learns to be brief in its first steps
+    briefer = cut.gain < -max(GAIN_SIGMAS * cut.gain_noise, BRIEFER * cut.values[0])
     harmless = (
         run.rises
         or early
+        or briefer
         or run.teacher_only
         or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
     )

@@ -3,7 +3,7 @@
 from support.sick_runs import drawn, score
 
 SICK, HEALTHY = range(150), range(150)
-NAMED, ALARMS = 0.85, 0.03  # what docs/it_does_not_learn.md may promise: one draw is chance, a share is not
+NAMED, ALARMS = 0.85, 0.03
 
 
 def test_causes_are_named_first_and_healthy_runs_are_left_alone() -> None:
