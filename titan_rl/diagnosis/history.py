@@ -196,13 +196,18 @@ class History:
         return low, high
 
     @property
+    def score_range(self) -> tuple[float, float]:
+        """Return the same of held-out scores, which another reward may judge."""
+        if self.same_reward_held_out:
+            return self.reward_range
+        values = [score.value for score in self.scores]
+        return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
+
+    @property
     def reward_level(self) -> float:
         """Return where the mean reward is between the worst reward, 0, and the best, 1."""
-        return self.level_of(self.reward.recent())
-
-    def level_of(self, reward: float) -> float:
         low, high = self.reward_range
-        return (reward - low) / (high - low)
+        return (self.reward.recent() - low) / (high - low)
 
     @property
     def reward_std(self) -> float:

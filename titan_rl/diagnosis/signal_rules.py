@@ -165,7 +165,8 @@ def _constant(run: History) -> float | None:
 
 def _held_out_differs(run: History) -> bool:
     """Return True if the held-out problems, judged by the same or another reward, tell answers apart."""
-    return any(HOPELESS < run.level_of(score.value) < SOLVED for score in run.scores)
+    low, high = run.score_range
+    return any(HOPELESS < (score.value - low) / (high - low) < SOLVED for score in run.scores)
 
 
 def _reward_finding(run: History, value: float) -> Finding:

@@ -501,6 +501,13 @@ def test_always_the_worst_reward_is_a_task_that_is_too_hard(worst: float) -> Non
         assert first(found(metrics(40, GRPO, change=dead_at(worst)), GRPO, known)) == ("too_hard", "cold_start.steps")
 
 
+@pytest.mark.parametrize(("score", "rule"), [(0.0, "too_hard"), (0.4, "constant_reward")])
+def test_a_held_out_score_of_another_reward_has_its_own_scale(score: float, rule: str) -> None:
+    cfg = config(task__reward="mine:signed", task__eval_reward="exact")
+    lines = metrics(40, cfg, score=ramp(score, score), change=dead_at(-1.0))
+    assert first(found(lines, cfg))[0] == rule
+
+
 def test_one_right_answer_of_300_is_too_hard_where_a_wrong_one_earns_less_than_0() -> None:
     rare = lambda n, line: {"reward/mean": -1 + 0.004 * (n % 3), "reward/std": 0.06, "frac_reward_zero_std": 0.97}  # noqa: E731
     assert first(found(metrics(40, GRPO, change=rare), GRPO))[0] in ("too_hard", "no_signal")
