@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument(
         "--healthy", type=int, nargs=2, default=(0, 300), metavar=("FIRST", "END"), help="of healthy ones"
     )
-    parser.add_argument("--missed", action="store_true", help="print what was found for each run that was not named")
+    parser.add_argument("--missed", action="store_true", help="print the findings of each run that is not named")
     options = parser.parse_args()
     result = score(range(*options.seeds), range(*options.healthy))
     print(result.text)

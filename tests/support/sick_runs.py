@@ -84,7 +84,7 @@ class Plan:
 
 
 def disturb(plan: Plan) -> None:
-    """Add what many runs have and what is no cause: keys at the edge of recipes, a lag, some cuts, a grader."""
+    """Add harmless things that many runs have: keys at the edge of recipes, a lag, some cuts, a grader."""
     draw = plan.draw
     if draw.random() < 0.4:
         plan.keys["algorithm__entropy_coef"] = draw.uniform(0, 0.018)
@@ -500,7 +500,7 @@ class Score(NamedTuple):
     in_two: int
     healthy: int
     alarms: int
-    missed: tuple[str, ...]  # cause, seed and what was found
+    missed: tuple[str, ...]  # cause, seed and findings
 
     @property
     def text(self) -> str:

@@ -95,7 +95,7 @@ class AnswerFacts:
     group_prompts: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)  # by place: first, last, inside
     unlikely: Counter[str] = field(default_factory=Counter)  # the same, for tokens less likely than UNLIKELY
-    suspicions: Sequence[Suspicion] = ()  # of the audit of rewards, if the run's folder is read
+    suspicions: Sequence[Suspicion] = ()  # by the audit of rewards, if the run's folder is read
     best: float = -math.inf
     worst: float = math.inf
 

@@ -1,4 +1,4 @@
-"""Rules that read a key of the config against the curves: what it forces on the policy shows in them."""
+"""Rules that read a key of the config against the curves that show its effect."""
 
 import math
 from statistics import fmean

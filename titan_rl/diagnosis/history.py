@@ -200,8 +200,8 @@ class History:
         """Return the same of held-out scores, which another reward may judge."""
         if self.same_reward_held_out:
             return self.reward_range
-        values = [score.value for score in self.scores]
-        return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
+        values = [0.0, 1.0, *(score.value for score in self.scores)]
+        return min(values), max(values)
 
     @property
     def reward_level(self) -> float:

@@ -19,7 +19,7 @@ def uncovered(run: History) -> Finding | None:
         changes.insert(0, Change.of(run.config, "training.seq_len", 2 * run.config.training.seq_len))
     return Finding(
         "uncovered",
-        f"the teacher has a context of its own for {percent(covered.recent())} of the answers since step {since}"
+        f"the teacher reads more than the policy for {percent(covered.recent())} of the answers since step {since}"
         + (f"; for {percent(long)} it is too long" if long > TOO_LONG else ""),
         since,
         run.last,

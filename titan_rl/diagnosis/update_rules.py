@@ -172,7 +172,7 @@ def _declines(run: History) -> Finding | None:
 
 
 def _drifts(run: History) -> Finding | None:
-    """An entropy that grew over many steps to several times of what it was, without a gain."""
+    """An entropy that grew over many steps to a multiple, without a gain."""
     entropy = run["entropy"]
     if len(entropy) < PEAK_STEPS or run.rises:
         return None

@@ -409,6 +409,19 @@ def test_an_entropy_bonus_is_the_cause_of_answers_that_are_cut_off() -> None:
     assert first(found(lines, cfg)) == ("entropy_bonus", "algorithm.entropy_coef")
 
 
+def test_cuts_that_are_seen_a_step_before_the_entropy_are_its_effect() -> None:
+    """Without a bonus: the ramp over two steps is the rate's."""
+
+    def change(step: int, line: Line) -> Line:
+        cut = {"completions/clipped_ratio": min(0.9, 0.2 * (step - 5))} if step >= 6 else {}
+        return cut | {"entropy": 1.1 if step < 7 else 3.5}
+
+    lines = metrics(45, SMOL, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=change)
+    diagnosis = found(lines, SMOL)
+    assert first(diagnosis) == ("collapse", "optimizer.lr")
+    assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects]
+
+
 def test_an_entropy_that_drifts_up_without_a_bonus_is_the_rate() -> None:
     lines = metrics(60, SMOL, reward=ramp(0.3, 0.3), entropy=ramp(0.6, 2.4))
     assert first(found(lines, SMOL)) == ("collapse", "optimizer.lr")
