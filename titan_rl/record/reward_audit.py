@@ -111,7 +111,9 @@ def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
 
 def _sampled(row: Mapping[str, Any]) -> JudgedSample:
     return _judged(
-        *(int(row[key]) for key in ("step", "prompt_id", "sample")),
+        int(row["step"]),
+        int(row["prompt_id"]),
+        int(row["sample"]),
         float(row["reward"]),
         {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None},
         sum(row["mask"]),
