@@ -1,4 +1,4 @@
-"""A real vLLM in bfloat16 follows one small update of the adapters that it applies, most of which a merge rounds away.
+"""A real vLLM in bfloat16 follows one small update of the adapters that it applies.
 
 As in test_engine.py, one test runs this file's check_* functions in a separate pytest process.
 """
@@ -104,10 +104,5 @@ def check_the_change_of_one_step_arrives(folder: Path, model: Any, shape: ModelS
         if name.endswith(LORA_B):  # Adam's first step
             tensor.copy_(RATE * torch.randn(tensor.shape, generator=generator).sign())
     wanted = expected(merged(model, own, LORA)) - expected(model)
-    rounded = merged(model, own, LORA)
-    with torch.no_grad():
-        for parameter in rounded.parameters():
-            parameter.copy_(parameter.bfloat16())
     arrived = share(serve(2) - before, wanted)
     assert 0.95 < arrived < 1.05, arrived
-    assert share(expected(rounded) - expected(model), wanted) < 0.9

@@ -19,6 +19,7 @@ import yaml
 from titan_rl.config.sections import HostsSection
 from titan_rl.launch.job import RETRIES, WAIT, Job
 from titan_rl.launch.pod_patch import CONTAINER, OUR_LABELS, merged, read_patch
+from titan_rl.wire.program import FAILED, FAILED_AGAIN, STOPPED, USAGE
 
 PORT = 26600
 OWN = "/titan_rl"  # in the pods: TOML and certificates
@@ -93,7 +94,8 @@ def metadata(job: Job, name: str, labels: Mapping[str, str] | None = None) -> di
 
 def job_spec(job: Job, template: dict[str, Any]) -> dict[str, Any]:
     launch = job.config.launch
-    ends = {"containerName": CONTAINER, "operator": "In", "values": [1, 2, 130]}  # also bad input; stopped by a user
+    final = [FAILED, USAGE, FAILED_AGAIN, STOPPED]  # a run that may be tried again ends its pod with another code
+    ends = {"containerName": CONTAINER, "operator": "In", "values": final}
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": job.nodes,
