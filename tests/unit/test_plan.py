@@ -1,10 +1,12 @@
 """Plans: the recommended TOMLs pass the dry run, models that do not fit name a cluster, bad input is refused."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.gpu import trainer_steps
 from support.shapes import LLAMA_8B
 from titan_rl.config.auto import on_device
 from titan_rl.config.toml import find, load
@@ -12,7 +14,7 @@ from titan_rl.plan import choose
 from titan_rl.plan.__main__ import main, parser, read_case
 from titan_rl.plan.choose import Case, Plan, plans
 from titan_rl.plan.facts import read_facts
-from titan_rl.plan.rates import Spread, Work
+from titan_rl.plan.rates import NOTHING, EngineRates, Spread, Work
 from titan_rl.plan.roofline import Roofline, StepTime, drawn, step_time
 from titan_rl.preflight.memory import GIB, on_gpus
 from titan_rl.preflight.shapes import shape_of
@@ -121,6 +123,77 @@ def test_models_by_name_have_their_parameters() -> None:
         assert shape.parameters == pytest.approx(named, rel=0.24), name  # Llama 3.2 1B has 1.24B
 
 
+OWN = """[gpus.{0}]
+memory_gb = 39
+flops = 1e14
+fp8 = 0
+hbm = 1e12
+nvlink = 3e10
+network = 1e9
+per_node = 4
+source = "mine"
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [
+        ("H100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100-PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("a100-40gb", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB"),
+        ("RTX4090", "RTX 4090"),
+    ],
+)
+def test_cards_by_the_names_in_use(asked: str, row: str) -> None:
+    assert read_facts().gpu(asked).name == row
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("A100-60GB", "expected 79 GiB (A100) or 39.5 GiB (A100 40GB), or a row of --facts, found 'A100-60GB'"),
+        ("H100 94GB", "expected 79 GiB (H100)"),
+        ("L40", "did you mean 'L40S'?"),
+        ("RTX 4090 Laptop GPU", "found 'RTX 4090 Laptop GPU'; did you mean 'RTX 4090'?"),
+        ("GH200", "did you mean"),
+        ("MI300X", "found 'MI300X'"),
+        ("CPU", "found 'CPU'"),
+    ],
+)
+def test_other_cards_are_refused_by_name(asked: str, why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        read_facts().gpu(asked)
+
+
+@pytest.mark.parametrize("name", ["A100-40GB", "SmallA100", "H100 SXM5"])
+def test_a_row_of_the_user_comes_first(name: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(OWN.format(f'"{name}"'))
+    assert read_facts(str(own)).gpu(name.replace("-", " ")).memory_gb == 39
+
+
+def test_the_memory_of_the_users_gpus_and_other_keys_that_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "plan.toml")]
+    case = asked([*QUESTIONS["8B"], "--hosts.gpu_memory_gb", "60"])
+    assert plans(case)[0].config.hosts.gpu_memory_gb == 60
+    keys = ["--lora.rank", "0", "--hosts.gpu_memory_gb", "20", "--placement.kind", "colocated"]
+    assert main([*QUESTIONS["8B"], *keys, *out]) == 1
+    assert "GiB of 20.0" in capsys.readouterr().err
+    assert main([*QUESTIONS["8B"], "--generator.replicas", "64", *out]) == 1
+    assert "generator.replicas is set to 64" in capsys.readouterr().err
+
+
+def test_several_gpus_train_and_sample_in_turn() -> None:
+    """An engine shares its GPU with a part of the trainer, not with all of it."""
+    assert plans(asked([*QUESTIONS["8B"], "--placement.kind", "colocated"]))
+
+
 def test_facts_of_the_user(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(
@@ -176,3 +249,72 @@ def test_facts_that_do_not_fit_are_refused(text: str, found: str, tmp_path: Path
     own.write_text(text)
     with pytest.raises(ValueError, match=re.escape(found)):
         read_facts(str(own))
+
+
+def line_of(model: str, tokens: str, *keys: str, gpus: str = "8 x H100") -> Roofline:
+    return plans(asked(["--model", model, "--gpus", gpus, "--tokens", tokens, *keys]))[0].line
+
+
+def test_attention_is_measured_by_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured rows hold answers behind a shared prompt, not documents as long as the row."""
+    monkeypatch.setattr(trainer_steps, "ON_CPU", False)
+    (batch,) = trainer_steps.drawn(trainer_steps.LAST, 8, 997)
+    (rows,) = batch.microbatches
+    facts = read_facts()
+    assert rows.tokens.size == facts.rates["small_places"]
+    begin, length, _, prefix = rows.segments.T
+    real = (prefix > 0) | (begin % rows.tokens.shape[1] == 0)  # else padding
+    keys = length * prefix + length * (length + 1) / 2
+    measured = float(keys[real].sum() / length[real].sum())
+    assert facts.rates["small_keys"] == pytest.approx(measured, abs=0.1)
+
+
+def test_attention_of_the_measured_rows_and_of_long_ones() -> None:
+    facts = read_facts()
+    line = line_of("Qwen3-0.6B", "prompt 150, answer 216", "--rollout.group_size", "8", gpus="1 x H200")
+    assert line.keys == pytest.approx(facts.rates["small_keys"], rel=0.01)
+    assert line.attention == pytest.approx(facts.rates["small_attention"] / facts.rates["small_places"], rel=0.01)
+    long = replace(line, work=Work(NOTHING, Spread(16000)))
+    assert long.keys == pytest.approx(8000)
+    shape, seconds = line.shape, long.attention  # causal: a place is multiplied with its keys, twice
+    rate = 3.5 * 4 * shape.n_layers * shape.n_heads * shape.head_dim * 8000 / seconds
+    assert 150e12 < rate < 335e12  # FlashAttention 2 on an H100, forward
+
+
+@pytest.mark.parametrize(("n", "experts"), [(1, 8.0), (2, 15.5), (10**6, 128.0)])
+def test_a_decode_step_reads_the_experts_that_its_tokens_meet(n: int, experts: float) -> None:
+    line = line_of("Qwen3-30B-A3B", "prompt 300, answer 3000", gpus="16 x H100")
+    shape, tp = line.shape, line.config.generator.tensor_parallel_degree
+    each = 3 * shape.n_layers * shape.dim * shape.hidden_dim * 2 / tp
+    dense = shape.parameters * 2 / tp - 128 * each - 2 * shape.vocab_size * shape.dim / tp  # embeddings are not read
+    seconds = (dense + experts * each) / line.facts.hbm(line.gpu)
+    assert line.rates.engine.read_s(n) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_a_dense_model_reads_all_its_weights() -> None:
+    assert EngineRates(0.0, weights_s=2.0).read_s(1) == 2.0
+    rates = line_of("Llama-3.1-8B", "prompt 300, answer 1000").rates.engine
+    assert rates.read_s(1) == rates.read_s(500) == rates.weights_s
+
+
+def test_the_host_of_a_decode_step_grows_with_its_sequences() -> None:
+    facts, rates = read_facts().rates, line_of("Qwen3-0.6B", "prompt 300, answer 1000").rates.engine
+    assert (rates.step_s, rates.host_s) == (facts["gap"], facts["gap_sequence"])
+
+
+def test_a_version_goes_through_all_ports_of_a_node() -> None:
+    gpus = read_facts().gpus
+    assert gpus["H100"].node_network * 8 == pytest.approx(3.2e12)
+    line = line_of("Llama-3.1-8B", "prompt 300, answer 1000", "--placement.kind", "colocated", gpus="16 x H100")
+    assert line.config.hosts.link_gbps == pytest.approx(3200)
+    assert line.sync["switch_s"]["weights between nodes"] == pytest.approx(line.version_bytes / 2 / 400e9)
+    given = line_of(
+        "Llama-3.1-8B",
+        "answer 1000, prompt 300",
+        "--placement.kind",
+        "colocated",
+        "--hosts.link_gbps",
+        "400",
+        gpus="16 x H100",
+    )
+    assert given.sync["switch_s"]["weights between nodes"] == pytest.approx(given.version_bytes / 2 / 50e9)

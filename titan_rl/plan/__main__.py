@@ -34,7 +34,7 @@ from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 PART = re.compile(r"(?:([a-z]+)\s+)?(\d+(?:\.\d+)?)(?:\s*\+-\s*(\d+(?:\.\d+)?))?(?:\s+at most\s+(\d+))?(?:\s+s)?")
-GPUS = re.compile(r"(\d+)\s*x\s*(.+)")
+GPUS = re.compile(r"(\d+)\s*[x*]\s*(.+)", re.IGNORECASE)
 MANY = 3  # deviations above the mean, where answers are cut off unless "at most" is given
 ROW = 8192
 """Tokens of a packed row if the longest rollout is short: a row then holds several answers of a group, and the prompt
@@ -145,7 +145,13 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
     keys |= task_keys(work, keys["rollout.groups_per_step"] * GROUP_SIZE * (1 + LAGS[-1]))
     base = loaded(toml_text(keys), Path(options.out), arguments.overrides, gpu=machine[0].name != "CPU")
     pinned = {key: valued(base, key) for key, _ in arguments.overrides}
-    return Case(base, keys, pinned, shape, *machine, facts, work, turns.get("environment", NOTHING))
+    gpu, count = machine
+    if gpu.name != "CPU":  # the user knows the machine better than its data sheet
+        memory, slots = (pinned.get(f"hosts.{key}") for key in ("gpu_memory_gb", "slots"))
+        gpu = replace(gpu, memory_gb=memory or gpu.memory_gb, per_node=slots or gpu.per_node)
+    if count > gpu.per_node and count % gpu.per_node:
+        refuse("", [f"--gpus: expected whole nodes of {gpu.per_node}, found {count}"])
+    return Case(base, keys, pinned, shape, gpu, count, facts, work, turns.get("environment", NOTHING))
 
 
 def loaded(text: str, out: Path, overrides: Sequence[tuple[str, str]] = (), *, gpu: bool = True) -> Config:
@@ -173,10 +179,7 @@ def cluster(text: str, facts: Facts) -> tuple[Gpu, int]:
         match = GPUS.fullmatch(text.strip())
         if match is None or not int(match[1]):
             raise ValueError(f"expected a number and a name, such as '64 x H100', found {text!r}")
-        gpu, count = facts.gpu(match[2]), int(match[1])
-        if count > gpu.per_node and count % gpu.per_node:
-            raise ValueError(f"expected whole nodes of {gpu.per_node}, found {count}")
-        return gpu, count
+        return facts.gpu(match[2]), int(match[1])
     here = found_gpus()
     if not here.count:
         row, cores = facts.gpus["CPU"], usable_cores()

@@ -100,11 +100,13 @@ class Case:
     @property
     def hosts(self) -> Keys:
         if self.device == "cpu":
-            return {"hosts.device": "cpu"}
+            return {"hosts.device": self.pinned.get("hosts.device", "cpu")}
         keys: dict[str, Any] = {"hosts.slots": min(self.count, self.gpu.per_node)}
         if self.nodes > 1:
-            keys |= {"hosts.kind": "attach", "hosts.count": self.nodes, "hosts.link_gbps": self.gpu.network * 8 / 1e9}
-        return keys | {"hosts.gpu_memory_gb": self.gpu.memory_gb}
+            gbps = self.gpu.node_network * 8 / 1e9
+            keys |= {"hosts.kind": "attach", "hosts.count": self.nodes, "hosts.link_gbps": gbps}
+        keys["hosts.gpu_memory_gb"] = self.gpu.memory_gb
+        return {key: value if key == "hosts.count" else self.pinned.get(key, value) for key, value in keys.items()}
 
     @property
     def splits(self) -> list[int]:
@@ -114,11 +116,15 @@ class Case:
         return [unit * n for n in dict.fromkeys(tried)]
 
     def config(self, keys: Keys) -> Config | None:
-        """Return the config with these keys. None: the user set another value of one, or they do not cut the model."""
-        if any(key in self.pinned and self.pinned[key] != value for key, value in keys.items()):
-            return None
-        config = changed(self.base, keys)
-        return None if any(check_parallelism(config, self.shape)) else config
+        """Return the config with these keys. None: `conflict` says why not."""
+        return None if self.conflict(keys) else changed(self.base, keys)
+
+    def conflict(self, keys: Keys) -> str:
+        """Return the first key of which the user set another value, or why these keys do not cut the model, or ""."""
+        others = (key for key, value in keys.items() if self.pinned.get(key, value) != value)
+        if key := next(others, ""):
+            return f"{key} is set to {self.pinned[key]}, and here it has to be {keys[key]}"
+        return next(iter(check_parallelism(changed(self.base, keys), self.shape)), "")
 
     def resolved(self, config: Config) -> Config:
         """Return the config as the ranks work with it."""
@@ -159,12 +165,11 @@ def trainers(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
         for mode in MODES:
             keys = {**placed, **layout, "activation_checkpoint.mode": mode}
             config = case.config(keys)
-            why = case.unfit(config, "trainer") if config else ""
-            if config and not why:
-                yield keys, ""
+            if config is None:
+                why = why or case.conflict(keys)
+            elif not (why := case.unfit(config, "trainer")):
                 break
-        if why:
-            yield keys, why
+        yield keys, why
 
 
 def engines(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
@@ -177,12 +182,13 @@ def engines(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
         share = r.groups_per_step * r.group_size * (1 + placed["rollout.max_staleness_steps"]) * tp / gpus
         sequences = case.pinned.get(key, min(SEQUENCES[1], max(SEQUENCES[0], 2 ** math.ceil(math.log2(share)))))
         keys = {**placed, "generator.replicas": gpus // tp, "generator.tensor_parallel_degree": tp, key: sequences}
+        why = case.conflict(keys)
         while config := case.config(keys):
             why = case.unfit(config, "generator")
             if not why or keys[key] <= SEQUENCES[0] or key in case.pinned:
-                yield keys, why
                 break
             keys = {**keys, key: keys[key] // 2}
+        yield keys, why
 
 
 def plans(case: Case) -> list[Plan]:
@@ -190,20 +196,28 @@ def plans(case: Case) -> list[Plan]:
     found = list[Plan]()
     colocated = [] if case.device == "cpu" else [("colocated", case.count, case.count, 0)]
     splits = [(1, 1)] if case.device == "cpu" else [(gpus, case.count - gpus) for gpus in case.splits]
-    apart = [("disaggregated", *split, lag) for split, lag in product(splits, LAGS)]
+    lags = [case.pinned["rollout.max_staleness_steps"]] if "rollout.max_staleness_steps" in case.pinned else LAGS
+    apart = [("disaggregated", *split, lag) for split, lag in product(splits, lags)]
     for kind, training, sampling, lag in [*colocated, *apart]:
+        if case.pinned.get("placement.kind", kind) != kind:
+            continue
         groups = case.base.rollout.groups_per_step
         stream = case.pinned.get("training.stream_groups", groups // 4 if lag else 0)
         placed = {"placement.kind": kind, "rollout.max_staleness_steps": lag, "training.stream_groups": stream}
         placed = {**case.hosts, **placed}
-        sides = list(trainers(case, training, placed)), list(engines(case, sampling, placed))
-        fit = ([keys for keys, why in side if not why] for side in sides)
-        tried = [planned(case, {**keys, **more}) for keys, more in product(*fit)]
+        layouts = list(trainers(case, training, placed))
+        fit = [keys for keys, why in layouts if not why]
+        beside = fit if kind == "colocated" else [placed]  # a trainer whose GPUs they share
+        sides = [(keys, list(engines(case, sampling, keys))) for keys in beside]
+        replicas = [(keys, more) for keys, side in sides for more, why in side if not why]
+        pairs = replicas if kind == "colocated" else [(keys, more) for keys in fit for _, more in replicas]
+        tried = [planned(case, {**keys, **more}) for keys, more in pairs]
         if best := [plan for plan in tried if plan is not None]:
             found.append(min(best, key=lambda plan: plan.step.seconds))
-        elif lag == 0:
-            unfit = [why for side in sides for _, why in side if why]
-            why = min(unfit, key=_missing, default="no degrees divide the model's sizes, or the keys that are set")
+        elif lag == lags[0] or kind == "colocated":
+            trainer = [] if fit else [why for _, why in layouts]
+            engine = [] if replicas else [why for _, side in sides for _, why in side if why]
+            why = min(trainer or engine, key=_missing, default="trainer and engines do not fit a GPU together")
             case.rejected.append((kind if kind == "colocated" else f"{training} train, {sampling} sample", why))
     return sorted(found, key=lambda plan: plan.step.seconds)
 

@@ -239,7 +239,8 @@ class EngineModel:
     def _first(self) -> float:
         """Return the seconds of the next step."""
         rates, n = self._rates, len(self._running)
-        return rates.step_s + max(rates.weights_s, n * rates.sequence_s) + self._context * rates.context_s
+        products = max(rates.read_s(n), n * rates.sequence_s)
+        return rates.step_s + n * rates.host_s + products + self._context * rates.context_s
 
     def _seconds(self, steps: int) -> float:
         """Return the seconds of the next steps."""

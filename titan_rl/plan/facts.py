@@ -1,7 +1,9 @@
 """Reads facts.toml: GPUs, models by name, and rates that no data sheet gives. A user's file replaces or adds rows."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,22 @@ SMALL = "Qwen3-0.6B"
 NUMBER = int | float
 
 
+LEAST_REPORTED = 0.9
+"""Share of the GB in a card's name that nvidia-smi reports in GiB, at least."""
+VENDOR = {"NVIDIA", "TESLA", "GEFORCE", "DGX", "HGX", "TENSOR", "CORE", "GPU", "GPUS"}
+FORM = re.compile(r"SXM\d?|HBM\d?E?")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)(?:GI?B?)")
+
+
+def _words(name: str) -> tuple[frozenset[str], list[float]]:
+    """Return the words that tell a card from others, and the sizes among them: "A100-SXM4-40GB" is A100 of 40. A name
+    without a form is the one on a board with NVLink."""
+    spaced = re.sub(r"(?<=\d)(SXM|PCIE|NVL)", r" \1", re.sub(r"[-_,()\s]+|(?<=RTX)(?=\d)", " ", name.upper()))
+    words = [word for word in spaced.split() if word not in VENDOR and not FORM.fullmatch(word)]
+    sizes = [float(match[1]) for word in words if (match := SIZE.fullmatch(word))]
+    return frozenset(word for word in words if not SIZE.fullmatch(word)), sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A row of [gpus]."""
@@ -31,6 +49,12 @@ class Gpu:
     network: float
     per_node: int
     source: str
+    ports: int = 1
+
+    @property
+    def node_network(self) -> float:
+        """Return the bytes/s each way of a node's ports together."""
+        return self.network * self.ports
 
 
 @dataclass(frozen=True)
@@ -52,13 +76,26 @@ class Facts:
         return self.gpus[MEASURED_ON].flops / gpu.flops
 
     def gpu(self, name: str) -> Gpu:
-        """Return the row of a GPU, by its name or by the one that nvidia-smi prints."""
-        words = name.upper().replace("-", " ").split()
-        joined = " ".join(words)
-        for known, gpu in self.gpus.items():
-            if known.upper() == joined or known.upper() in joined:
+        """Return the row of a GPU, by its name or by the one that nvidia-smi prints. All words of a name count, and a
+        size has to be the row's: an unknown card is refused, never planned as a similar one."""
+        cards = {known: gpu for known, gpu in self.gpus.items() if known != "CPU"}
+        words, sizes = _words(name)
+        for known, gpu in cards.items():
+            if known.upper() == name.strip().upper() or _words(known) == (words, sizes):
                 return gpu
-        raise ValueError(f"expected {', '.join(self.gpus)} or a row of --facts, found {name!r}")
+        alike = [gpu for known, gpu in cards.items() if _words(known)[0] == words]
+        alike.sort(key=lambda gpu: bool(_words(gpu.name)[1]))  # without a size in its name first, as asked without one
+        fitting = [gpu for gpu in alike if all(LEAST_REPORTED <= gpu.memory_gb / size <= 1.02 for size in sizes)]
+        if fitting:
+            return fitting[0]
+        if alike:
+            known = " or ".join(f"{gpu.memory_gb:g} GiB ({gpu.name})" for gpu in alike)
+            raise ValueError(f"expected {known}, or a row of --facts, found {name!r}")
+        rows = {" ".join(sorted(_words(known)[0])): known for known in cards}
+        near = [known for known in cards if _words(known)[0] & words]
+        near = near or [rows[each] for each in get_close_matches(" ".join(sorted(words)), rows, cutoff=0.5)]
+        meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"expected {', '.join(cards)}, or a row of --facts (docs/plan.md), found {name!r}{meant}")
 
     def row(self, name: str) -> Mapping[str, Any]:
         """Return the row of a model, by its name or the name of its repository."""
@@ -98,7 +135,7 @@ def read_facts(own: str = "") -> Facts:
             else:
                 problems.append(f"[{table}.{name}]: expected a row of [gpus], [models] or [rates] with a source")
     known = [each.name for each in fields(Gpu) if each.name != "name"]
-    needed = {"gpus": {key: NUMBER for key in known if key != "source"}, "rates": {"value": NUMBER}}
+    needed = {"gpus": {key: NUMBER for key in known if key not in ("source", "ports")}, "rates": {"value": NUMBER}}
     needed |= {"models": {"model_type": str, "hidden_size": int, "repo": str}}
     for table, name, row in ((t, n, r) for t, rows in tables.items() for n, r in rows.items()):
         for key, kind in needed[table].items():
@@ -112,5 +149,6 @@ def read_facts(own: str = "") -> Facts:
             problems.append(f"[{table}.{name}] model_type: expected {expected}, found {row.get('model_type')!r}")
     if problems:
         raise ValueError("\n".join(f"--facts: {problem}" for problem in problems))
-    gpus = {name: Gpu(name, **row) for name, row in tables["gpus"].items()}
+    first = sorted(tables["gpus"].items(), key=lambda row: row[0] not in given.get("gpus", {}))  # the user's rows
+    gpus = {name: Gpu(name, **row) for name, row in first}
     return Facts(gpus, tables["models"], {name: float(row["value"]) for name, row in tables["rates"].items()})

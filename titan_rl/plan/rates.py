@@ -5,6 +5,7 @@ from a finished run.
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config
@@ -38,10 +39,11 @@ NOTHING = Spread(0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """Seconds of one replica. A decode step takes step_s + max(weights_s, n * sequence_s) + tokens * context_s."""
+    """Seconds of one replica. A decode step of n sequences takes
+    step_s + n * host_s + max(read_s(n), n * sequence_s) + tokens * context_s."""
 
     step_s: float  # at any batch: launches, scheduler, sampler
-    weights_s: float = 0.0  # at least, of its products: the weights are read once
+    weights_s: float = 0.0  # at least, of its products: the weights that every token meets are read once
     sequence_s: float = 0.0  # products of one sequence's token
     context_s: float = 0.0  # keys and values of one token
     prefill_s: float = 0.0  # one token of a prompt that is not cached
@@ -49,6 +51,14 @@ class EngineRates:
     block: int = 1  # tokens; contexts share whole blocks
     start_s: float = 60.0  # until a new replica serves
     cores: float = 0.0  # that it keeps busy, of Rates.cores
+    host_s: float = 0.0  # scheduler and outputs of one sequence
+    experts_s: float = 0.0  # all experts are read once
+    passed_over: float = 0.0  # share of the experts that a token does not meet
+
+    def read_s(self, n: Any) -> Any:
+        """Return the seconds in which a step of n tokens reads its weights: of the experts those that a token meets,
+        which the router chooses with equal chances. `n` may be an array."""
+        return self.weights_s + self.experts_s * (1 - self.passed_over**n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,14 @@ class Roofline:
         block = BLOCK_TOKENS["cpu" if self.on_cpu else "cuda"]
         started = self.facts.rates["engine_start"]
         return Rates(
-            EngineRates(**engine, cached_tokens=cached, block=block, start_s=started, cores=busy[0]),
+            EngineRates(
+                **engine,
+                cached_tokens=cached,
+                block=block,
+                start_s=started,
+                cores=busy[0],
+                passed_over=1 - self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0,
+            ),
             TrainerRates(**trainer, cores=busy[1]),
             SyncRates(**sync),
             environment=self.environment,
@@ -112,10 +119,13 @@ class Roofline:
         faster = self.gpu.fp8 / self.gpu.flops if c.generator.quantization == "fp8" else 1.0
         blocks = 2 * block_products(shape) / tp / matmul / faster
         head = 2 * shape.vocab_size * shape.dim / tp / matmul
+        experts = 3 * shape.n_layers * shape.experts * shape.dim * shape.hidden_dim * each // tp
         sampler = 4 * shape.vocab_size * facts.rates["sampler"] / hbm
         return {
             "step_s": {"host between decode steps": facts.rates["gap"], "all-reduces": small},
-            "weights_s": {"decode products": (engine_weights(c, shape).nbytes - unread) / hbm},
+            "host_s": {"host between decode steps": facts.rates["gap_sequence"]},
+            "weights_s": {"decode products": (engine_weights(c, shape).nbytes - unread - experts) / hbm},
+            "experts_s": {"decode products": experts / hbm},
             "sequence_s": {"decode products": blocks + head, "all-reduces": reduced, "sampler": sampler},
             "context_s": {"decode attention": cache_bytes_per_token(c, shape) / hbm},
             "prefill_s": {"prefill": blocks, "all-reduces": reduced},
@@ -176,13 +186,29 @@ class Roofline:
     @property
     def attention(self) -> float:
         """Return the seconds of a place's attention, forward and backward, at the rate of the measured small model. It
-        grows with the length of the place's document."""
+        grows with the number of keys to which the place attends, and a little less for many keys, where it is more
+        efficient."""
         facts, small, shape = self.facts, self.facts.shape(SMALL), self.shape
-        lengths = drawn(self.work.answer) * self.work.turns.mean + self.work.prompt.mean + self.read
-        longer = float((lengths**2).mean() / lengths.mean()) / facts.rates["small_row"]
+        fixed = facts.rates["attention_start"]
+        longer = (self.keys + fixed) / (facts.rates["small_keys"] + fixed)
         wider = shape.n_layers * shape.n_heads * shape.head_dim / (small.n_layers * small.n_heads * small.head_dim)
         each = facts.rates["small_attention"] / facts.rates["small_places"]
         return each * longer * wider * facts.slower(self.gpu)
+
+    @property
+    def keys(self) -> float:
+        """Return the keys to which a place attends on average: those of its prompt and of its answer up to itself. The
+        prompt's own places are there once for each row of a group."""
+        prompt, answers = self.work.prompt.mean, drawn(self.work.answer) * self.work.turns.mean + self.read
+        copies = self.prompt_copies / self.config.rollout.group_size
+        keys = float((answers * (prompt + answers / 2)).mean()) + copies * prompt**2 / 2
+        return keys / (float(answers.mean()) + copies * prompt)
+
+    @property
+    def prompt_copies(self) -> float:
+        """Return how many times the trainer computes a prompt: once for each row that its group fills."""
+        r, tokens = self.config.rollout, self.work.answer.mean * self.work.turns.mean
+        return max(1.0, r.group_size * tokens / self.config.training.seq_len)
 
     @property
     def kernels_per_byte(self) -> float:
@@ -205,7 +231,7 @@ class Roofline:
     def sync(self) -> Terms:
         c, rates, version = self.config, self.facts.rates, self.version_bytes
         own, colocated = version / c.generator.tensor_parallel_degree, c.placement.kind == "colocated"
-        crossed = self.crossing_bytes / (c.hosts.link_gbps * 1e9 / 8 or self.gpu.network)
+        crossed = self.crossing_bytes / (c.hosts.link_gbps * 1e9 / 8 or self.gpu.node_network)
         packed = version / c.parallelism.row_ranks / c.parallelism.shards / rates["pack"]
         verified = own / rates["verify"] * self.facts.gpus["H200"].hbm / self.gpu.hbm
         return {
@@ -220,8 +246,8 @@ class Roofline:
 
     @property
     def crossing_bytes(self) -> float:
-        """Return the bytes through the busiest node's port in a sync: all of a version into each node with engines, out
-        of the nodes with trainers."""
+        """Return the bytes through the busiest node's ports in a sync: all of a version into each node with engines,
+        out of the nodes with trainers."""
         c, node = self.config, self.gpu.per_node
         if self.hosts == 1:
             return 0.0
@@ -261,7 +287,7 @@ def step_time(line: Roofline) -> StepTime:
     context = work.prompt.mean + line.read + lengths / 2
     slots = min(own, c.generator.max_num_seqs, int(e.cached_tokens / context.mean()) or own)
     alive = _alive(lengths, max(1, slots))
-    products = np.maximum(e.weights_s, alive * e.sequence_s)
+    products = np.maximum(e.read_s(alive), alive * e.sequence_s)
     prompts = math.ceil(r.groups_per_step / replicas) * work.prompt.mean + own / max(1, depth) * line.read
     again = float(context.sum()) / max(1, depth) if depth and c.weight_sync.in_flight == "swap" else 0.0
     d = max(1, depth)
@@ -269,14 +295,13 @@ def step_time(line: Roofline) -> StepTime:
         "decode products": float(products.sum()) / d,
         "decode attention": float((lengths * context).sum()) * e.context_s / d,
         **{name: len(alive) * seconds / d for name, seconds in line.engine["step_s"].items()},
+        "host between decode steps": (len(alive) * line.facts.rates["gap"] + float(alive.sum()) * e.host_s) / d,
         "prefill": (prompts + again) * e.prefill_s,
         "environment": rates.environment.mean * work.turns.mean * (not depth),
         "write, verify weights": rates.sync.switch_s,
     }
     tokens = work.answer.mean * work.turns.mean
-    filled = samples * (tokens + line.read) + r.groups_per_step * work.prompt.mean * max(
-        1.0, r.group_size * tokens / t.seq_len
-    )
+    filled = samples * (tokens + line.read) + r.groups_per_step * work.prompt.mean * line.prompt_copies
     padding = min(0.5, tokens / 2 / t.seq_len)
     places = max(filled * (1 + padding) / dp, t.seq_len)
     count = math.ceil(places / (t.seq_len * t.local_batch_size))
@@ -289,7 +314,8 @@ def step_time(line: Roofline) -> StepTime:
     trainer["pack weights"] = rates.sync.publish_s
     if depth == 0:
         engine["weights between nodes"] = rates.sync.fetch_s
-    step_s = e.step_s + max(e.weights_s, slots * e.sequence_s) + slots * float(context.mean()) * e.context_s
+    step_s = e.step_s + slots * (e.host_s + float(context.mean()) * e.context_s)
+    step_s += max(e.read_s(slots), slots * e.sequence_s)
     longest = step_s * float(lengths.max()) + rates.environment.mean * work.turns.mean
     return StepTime(trainer, engine, depth > 0, depth, len(alive) / d, places, longest, rates.step_s)
 

@@ -9,6 +9,7 @@ from titan_rl.plan.choose import Case, Plan
 from titan_rl.plan.roofline import drawn
 from titan_rl.preflight.memory import count, gib, kept_per_token, size
 from titan_rl.record.terminal import brief
+from titan_rl.wire.counted import counted
 
 WIDTH, LABEL = 110, 14
 FAILURES = 3
@@ -84,8 +85,9 @@ def _sync(plan: Plan) -> str:
     if not line.crossing_bytes:
         return f"{what} through shared memory, no byte leaves its node; {own}"
     seconds = max(sync.fetch_s, line.sync["switch_s"]["weights between nodes"])
-    link = f"at least {brief(seconds)} s at {line.config.hosts.link_gbps:g} Gbit/s"
-    return f"{what} by rdma, {size(line.crossing_bytes)} through the busiest node's port, {link}; {own}"
+    ports = counted(line.gpu.ports, "port")
+    link = f"at least {brief(seconds)} s at {line.config.hosts.link_gbps:,g} Gbit/s"
+    return f"{what} by rdma, {size(line.crossing_bytes)} through the busiest node's {ports}, {link}; {own}"
 
 
 def failures(case: Case, plan: Plan, days: float, passes: float) -> Iterator[Failure]:
