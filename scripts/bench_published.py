@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 
 from titan_rl.plan.__main__ import parser, read_case
 from titan_rl.plan.choose import choose, plans
@@ -19,7 +20,7 @@ from titan_rl.plan.choose import choose, plans
 CSV = Path(__file__).parents[1] / "docs/benchmarks/published.csv"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md (v0.4, DGX H100, GRPO)"
 PROMPT, SPREAD = 150, 0.6  # assumed: OpenMathInstruct-2's prompts; deviation of the answers over their mean
-COLUMNS = ("model", "gpus", "lag", "tokens", "published_s", "ours_s", "ratio")
+COLUMNS = ("model", "gpus", "lag", "tokens", "published_s", "ours_s", "ratio", "expected_s", "expected_ratio")
 COLUMNS += ("plan", "assumptions", "reason", "source")
 KEYS = {
     "rollout.groups_per_step": "64",
@@ -57,8 +58,8 @@ ROWS = (
 )
 
 
-def planned(row: Published) -> tuple[float, str]:
-    """Return the planner's seconds, and its plan."""
+def planned(row: Published) -> tuple[float, float, str]:
+    """Return the planner's lower bound, the seconds that it expects, and its plan."""
     answer = row.tokens - PROMPT
     tokens = f"prompt {PROMPT}, answer {answer} +- {answer * SPREAD:.0f} at most {4096 - PROMPT}"
     keys = {**KEYS, "rollout.max_staleness_steps": str(row.lag)}
@@ -68,8 +69,9 @@ def planned(row: Published) -> tuple[float, str]:
         keys["generator.replicas"] = str(row.gpus // 2 // row.engine)
     question = ["--model", row.model, "--gpus", f"{row.gpus} x H100", "--tokens", tokens, "--prompts", "100000"]
     flags = chain.from_iterable((f"--{key}", value) for key, value in keys.items())
-    chosen = choose(read_case(*parser().parse_known_args([*question, *flags])))
-    return (chosen[0].seconds, str(chosen[0])) if chosen else (float("nan"), "nothing fits")
+    case = read_case(*parser().parse_known_args([*question, *flags]))
+    best = choose(case)[0]
+    return best.seconds, case.facts.expected(case.gpu, best.seconds), str(best)
 
 
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
@@ -92,18 +94,20 @@ def place_seconds(gpus: int) -> float:
 
 
 def main() -> int:
-    lines = list[tuple[object, ...]]()
+    lines, ratios = list[tuple[object, ...]](), list[float]()
     for row in ROWS:
-        ours, plan = planned(row)
+        ours, expected, plan = planned(row)
+        ratios.append(round(ours / row.seconds, 2))
         reason = UNKNOWN if abs(ours / row.seconds - 1) > FAR else ""
-        kind = (row.model, row.gpus, row.lag, row.tokens, row.seconds, f"{ours:.1f}", f"{ours / row.seconds:.2f}")
-        lines.append((*kind, plan, ASSUMED, reason, NEMO))
+        kind = (row.model, row.gpus, row.lag, row.tokens, row.seconds, f"{ours:.1f}", ratios[-1])
+        lines.append((*kind, f"{expected:.1f}", f"{expected / row.seconds:.2f}", plan, ASSUMED, reason, NEMO))
     for gpus, rate in PLACES.items():
         ours = place_seconds(gpus)
         kind = ("Llama-3.1-8B, a trained token", gpus, 0, 8192, f"{1 / rate:.3g}", f"{ours:.3g}", f"{ours * rate:.2f}")
-        lines.append((*kind, f"FSDP {gpus}", f"HBM {HBM:g} bytes/s", COLD, TITAN))
+        lines.append((*kind, "", "", f"FSDP {gpus}", f"HBM {HBM:g} bytes/s", COLD, TITAN))
     for line in lines:
-        print(*line[:7], sep="\t")
+        print(*line[:9], sep="\t")
+    print(f"rates.published_*: median {median(ratios):.2f}, least {min(ratios)}, most {max(ratios)}")
     with CSV.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
     return 0

@@ -19,16 +19,18 @@ from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, find
 from titan_rl.config.toml import load as load_toml
+from titan_rl.plan.cheaper import Budget, budget, cheaper, objections
 from titan_rl.plan.choose import LAGS, Case, choose, slower, smallest
 from titan_rl.plan.facts import Facts, Gpu, read_facts
 from titan_rl.plan.rates import NOTHING, Spread, Work
-from titan_rl.plan.screen import comparison, screen
+from titan_rl.plan.screen import comparison, day_count, folded, screen
 from titan_rl.preflight.checks import judged
 from titan_rl.preflight.load import Invocation, planned_gpus, read
 from titan_rl.preflight.memory import count as short
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.shapes import MAX_SEQ_LEN
 from titan_rl.wire.cores import usable_cores
+from titan_rl.wire.counted import counted
 from titan_rl.wire.gpus import NO_GPUS, found_gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
@@ -64,27 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return advise(options.run)
     case = read_case(options, rest)
     chosen = choose(case)
-    title = f"{options.model}, {short(case.shape.parameters)} parameters, on {case.count} x {case.gpu.name}"
+    title = title_of(options.model, case)
     if not chosen:
         least = smallest(case)
         room = f"{least} are the smallest cluster on which it fits" if least else "no larger one that was tried does"
         room = "--gpus plans others" if case.device == "cpu" else room
         print(
-            "\n".join([*comparison(list(dict.fromkeys(case.rejected))), f"{title}: does not fit; {room}"]),
+            "\n".join([*comparison(list(dict.fromkeys(case.rejected))), *folded(f"{title}: does not fit; {room}")]),
             file=sys.stderr,
         )
         return FAILED
-    best = chosen[0]
-    steps = max(1, int(options.days * 86400 / best.seconds))
-    text = toml_text({**best.keys, "training.steps": steps, **case.pinned}, heading(title, options.model, case))
-    check(Path(options.out), text)
+    best, out = budget(case, chosen[0], options.days), Path(options.out)
+    written = {out: checked(out, options.model, case, best)}
+    notes = [("note", text) for text in objections(case, best, options.prompts)]
+    if notes and (found := cheaper(case, best, options.prompts)):
+        less = out.with_name(f"{out.stem}_cheaper{out.suffix}")
+        written[less] = checked(less, options.model, *found)
+        notes.append(("cheaper", f"{instead(best, found[1], options.prompts, options.price)}: {less.name}"))
     nodes = f", {case.nodes} nodes of {case.gpu.per_node}" * (case.nodes > 1)
-    title = f"{title}{nodes}, {options.days:g} days"
-    print("\n".join(screen(case, best, title, options.days, options.prompts, options.price)))
+    title = f"{title}{nodes}, {day_count(options.days)}"
+    print("\n".join(screen(case, best, title, notes, options.prompts, options.price)))
     if options.compare:
         print("\n".join(comparison([*slower(chosen), *case.rejected])))
-    Path(options.out).write_text(text, encoding="utf-8")
-    print(f"\nwrote {options.out}: {command_of('run')} --config {options.out} --dry-run")
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"\nwrote {' and '.join(map(str, written))}\n{command_of('run')} --config {out} --dry-run")
     return DONE
 
 
@@ -136,10 +142,12 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         "price": options.price >= 0,
     }.items():
         if not sound:
-            problems.append(f"--{name}: expected a number above 0, found {getattr(options, name):g}")
+            above = "of 0 or more" if name == "price" else "above 0"
+            problems.append(f"--{name}: expected a number {above}, found {getattr(options, name):g}")
     if problems or shape is None:
         refuse("", problems)
     work = Work(**texts, turns=turns.get("turns", Spread(1.0)), observation=turns.get("observation", NOTHING))
+    work = replace(work, answer=cut(work, shape.max_seq_len if here else MAX_SEQ_LEN))
     keys: dict[str, Any] = {"job.dump_folder": f"./outputs/{Path(options.out).stem}"} | model_keys(options.model, shape)
     keys |= batch_keys(work, options.prompts, shape.max_seq_len if here else MAX_SEQ_LEN)
     keys |= task_keys(work, keys["rollout.groups_per_step"] * GROUP_SIZE * (1 + LAGS[-1]))
@@ -165,12 +173,31 @@ def loaded(text: str, out: Path, overrides: Sequence[tuple[str, str]] = (), *, g
             refuse("", error.problems)
 
 
-def check(out: Path, text: str) -> None:
-    """Refuse what the dry run of a TOML would refuse."""
+def checked(out: Path, model: str, case: Case, spent: Budget) -> str:
+    """Return the TOML of a plan, or refuse what its dry run would refuse."""
+    keys = {**spent.plan.keys, "training.steps": spent.steps, **case.pinned}
+    text = toml_text(keys, heading(title_of(model, case), model, case))
     config = loaded(text, out)
     gpus = planned_gpus(config) if config.hosts.gpu_memory_gb else NO_GPUS
     if problems := judged(Invocation(config_name=out.stem, config=config, dry_run=True, gpus=gpus))[0]:
         refuse(str(out), problems)
+    return text
+
+
+def title_of(model: str, case: Case) -> str:
+    return f"{model}, {short(case.shape.parameters)} parameters, on {case.count} x {case.gpu.name}"
+
+
+def instead(spent: Budget, less: Budget, prompts: int, price: float) -> str:
+    """Describe a cheaper plan."""
+    new, old = less.plan.config, spent.plan.config
+    groups = f", groups of {new.rollout.group_size}" * (new.rollout.group_size != old.rollout.group_size)
+    groups += f", LoRA of rank {new.lora.rank}" * (new.lora.on and not old.lora.on)
+    groups += ", engines in fp8" * (new.generator.quantization == "fp8" != old.generator.quantization)
+    what = f"{counted(less.gpus, 'GPU')}{groups}: {counted(less.steps, 'step')} of {less.seconds:.1f} s"
+    hours = f"{less.hours:,.0f} GPU-hours instead of {spent.hours:,.0f}"
+    cost = f", {price * less.hours:,.0f} instead of {price * spent.hours:,.0f}" * bool(price)
+    return f"{what} in {day_count(less.days)}, {less.passes(prompts):,.0f} passes, {hours}{cost}"
 
 
 def cluster(text: str, facts: Facts) -> tuple[Gpu, int]:
@@ -203,6 +230,13 @@ def spreads(flag: str, text: str, names: Sequence[str], problems: list[str]) -> 
             f"{flag}: expected parts such as '{names[-1]} 2000 +- 1500', of {', '.join(names)}, found {text!r}"
         )
     return found
+
+
+def cut(work: Work, context: int) -> Spread:
+    """Return the answers, cut off where the context ends, unless "at most" was given."""
+    answer, room = work.answer, context - ceil(work.prompt.most)
+    unbound = answer.most == answer.mean + MANY * answer.deviation
+    return replace(answer, most=float(room)) if unbound and answer.mean <= room < answer.most else answer
 
 
 def model_keys(model: str, shape: ModelShape) -> dict[str, Any]:

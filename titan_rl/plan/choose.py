@@ -30,6 +30,7 @@ MODES = ("none", "selective", "full")
 LAGS = (0, 1, 2)
 LORA_RANK = 16
 SIMULATED, STEPS = 3, 6  # plans, and steps of each without a lag; with one, its first and last steps are more
+MOST_TOKENS = 10**7  # of a step: more take too much memory to simulate, and the closed form stands
 NEARLY = 1.02  # a larger lag must be faster by this
 PATIENCE = 4  # deadlines are this many times as long as estimated
 SEQUENCES = (16, 512)  # fewest and most of an engine
@@ -265,6 +266,9 @@ def choose(case: Case) -> list[Plan]:
     found = next(filter(None, map(plans, smaller(case))), [])
     if not found:
         return []
+    r, answer = case.base.rollout, case.work.answer.mean * case.work.turns.mean
+    if r.groups_per_step * r.group_size * (answer + case.work.prompt.mean) > MOST_TOKENS:
+        return found
     ran = filter(None, (simulated(case, plan) for plan in found))
     if not (best := sorted(islice(ran, SIMULATED), key=lambda plan: plan.seconds)):
         return []

@@ -75,6 +75,10 @@ class Facts:
         """Return how many times as long a GPU takes for measured seconds of products."""
         return self.gpus[MEASURED_ON].flops / gpu.flops
 
+    def expected(self, gpu: Gpu, seconds: float) -> float:
+        """Return the seconds of a step to expect: published steps took longer than planned ones by this factor."""
+        return seconds if gpu.name == "CPU" else seconds / self.rates["published_median"]
+
     def gpu(self, name: str) -> Gpu:
         """Return the row of a GPU, by its name or by the one that nvidia-smi prints. All words of a name count, and a
         size has to be the row's: an unknown card is refused, never planned as a similar one."""

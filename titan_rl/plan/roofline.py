@@ -39,14 +39,18 @@ def block_products(shape: ModelShape) -> int:
     return shape.n_layers * shape.dim * (attention + 3 * shape.hidden_per_token + shape.experts)
 
 
+def expert_products(shape: ModelShape) -> int:
+    """Return those of them that are of experts."""
+    return shape.n_layers * shape.dim * 3 * shape.hidden_per_token * bool(shape.experts)
+
+
 def recomputed(mode: str, shape: ModelShape) -> int:
-    """Return the parameters whose products a backward computes again. "selective" keeps every second projection of a
-    dense block: it repeats key, output and up; and all products of experts."""
+    """Return the parameters whose products a backward computes again, besides those of experts, all of which are
+    repeated. "selective" keeps every second projection of a dense block: it repeats key, output and up."""
     if mode in ("none", "selective"):
-        again = shape.head_dim * (shape.n_kv_heads + shape.n_heads)
-        again += 3 * shape.hidden_per_token if shape.experts else shape.hidden_dim
+        again = shape.head_dim * (shape.n_kv_heads + shape.n_heads) + shape.hidden_dim * (not shape.experts)
         return shape.n_layers * shape.dim * again * (mode == "selective")
-    return block_products(shape)
+    return block_products(shape) - expert_products(shape)
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,14 @@ class Roofline:
         moved = shape.dim * each * (tp - 1) / tp * 4 * (1 + forward) / self.link(tp, 1)
         experts, head = p.expert_parallel_degree, facts.rates["head"] * facts.slower(self.gpu)
         sent = shape.experts_per_token * shape.dim * each * (experts - 1) / experts * 2 * (1 + forward)
+        grouped = expert_products(shape)
+        slower, again = grouped / facts.rates["experts"], grouped * (mode != "none") / facts.rates["experts"]
         place = {
-            "block products": (4 if c.lora.on else 6) * blocks / tp / matmul,
+            "block products": (4 if c.lora.on else 6) * (blocks - grouped) / tp / matmul,
+            "expert products": (4 if c.lora.on else 6) * slower / tp / matmul,
             "attention": self.attention / tp * (1 + (forward - 1) * 2 / 7),
             "other block kernels": kernels * (1 + (forward - 1) / 3),
-            "recomputed products": 2 * recomputed(mode, shape) / tp / matmul,
+            "recomputed products": 2 * (recomputed(mode, shape) + again) / tp / matmul,
             "log-prob head": head * shape.vocab_size * shape.dim / HEAD / tp * targets,
             "tensor-parallel exchange": shape.n_layers * moved,
             "expert exchange": shape.n_layers * sent / tp / self.link(experts, 1),
@@ -322,9 +329,7 @@ def step_time(line: Roofline) -> StepTime:
 
 def _alive(lengths: np.ndarray, slots: int) -> np.ndarray:
     """Return how many sequences each decode step has, where a waiting one takes the first slot that is free."""
-    free, ends = [0] * slots, np.zeros(int(lengths.sum()) + 1, int)
-    for length in map(int, lengths):
-        begin = heapq.heapreplace(free, free[0] + length)
-        ends[begin] += 1
-        ends[begin + length] -= 1
-    return ends.cumsum()[: max(free)]
+    free = [0] * slots
+    begins = np.array([heapq.heapreplace(free, free[0] + length) for length in map(int, lengths)])
+    change = np.bincount(begins, minlength=max(free) + 1) - np.bincount(begins + lengths, minlength=max(free) + 1)
+    return change.cumsum()[:-1]

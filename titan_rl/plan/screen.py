@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from shutil import get_terminal_size
 from statistics import fmean
 from textwrap import wrap
 
+from titan_rl.plan.cheaper import Budget, fullness
 from titan_rl.plan.choose import Case, Plan
+from titan_rl.plan.rates import Spread, Work
 from titan_rl.plan.roofline import drawn
 from titan_rl.preflight.memory import count, gib, kept_per_token, size
 from titan_rl.record.terminal import brief
 from titan_rl.wire.counted import counted
 
-WIDTH, LABEL = 110, 14
+MOST_WIDTH, LEAST_WIDTH, LABEL = 100, 40, 14
 FAILURES = 3
 TERMS = 6  # longest terms of each side that are shown
 SMALL = 1 / 200  # share of a step below which a term is not shown
@@ -19,16 +22,28 @@ Failure = tuple[float, str, tuple[str, ...]]
 """How likely by judgement, from 0 to 1; what happens; and the metrics that show it."""
 
 
-def screen(case: Case, plan: Plan, title: str, days: float, prompts: int, price: float) -> Iterator[str]:
-    """Yield the lines of the recommended plan."""
+def width() -> int:
+    return max(LEAST_WIDTH, min(MOST_WIDTH, get_terminal_size().columns))
+
+
+def folded(text: str) -> Iterator[str]:
+    yield from wrap(text, width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def screen(
+    case: Case, spent: Budget, title: str, notes: Sequence[tuple[str, str]], prompts: int, price: float
+) -> Iterator[str]:
+    """Yield the lines of the recommended plan: first what speaks against it."""
+    plan, steps, days = spent.plan, spent.steps, spent.days
     c, s, line, work = plan.line.config, plan.step, plan.line, plan.line.work
     g, r, t, rates = c.generator, c.rollout, c.training, line.rates
     tokens = r.groups_per_step * r.group_size * work.answer.mean * work.turns.mean
-    steps = int(days * 86400 / plan.seconds)
-    passes = steps * r.groups_per_step / prompts
+    passes = spent.passes(prompts)
     split = f"{c.parallelism.world_size} train, {g.replicas * g.tensor_parallel_degree} sample"
     both = "all of them train and sample in turn"
-    yield title
+    yield from folded(title)
+    for label, text in notes:
+        yield from _row(label, text)
     yield ""
     yield from _row("placement", f"{c.placement.kind}: {both if c.placement.kind == 'colocated' else split}")
     parts = [plan.layout, f"LoRA of rank {c.lora.rank}" * c.lora.on, "states in host memory" * t.enable_cpu_offload]
@@ -41,27 +56,37 @@ def screen(case: Case, plan: Plan, title: str, days: float, prompts: int, price:
     streamed = f", updates streamed in parts of {t.stream_groups} groups" * bool(t.stream_groups)
     yield from _row("algorithm", f"{c.algorithm.name}, lag {r.max_staleness_steps}{streamed}, lr {c.optimizer.lr:g}")
     batch = f"{r.groups_per_step} prompts x {r.group_size} answers, {count(tokens)} sampled tokens"
+    yield from _row("lengths", lengths(work))
     yield from _row("batch", f"{batch}; all {prompts:,} prompts take {prompts / r.groups_per_step:.1f} steps")
     yield from _row("weight sync", _sync(plan))
     how = "simulated" if plan.simulated else "closed form"
     seconds = " and ".join(f"{name} {sum(side.values()):.1f} s" for name, side in plan.sides.items())
     turns = "overlap" if s.overlaps else "take turns"
     yield from _row("step", f"{plan.seconds:.1f} s, {how}; without waits {seconds}, which {turns}")
-    yield from _row("", "a lower bound, by rates of short tests: docs/plan.md compares it with published steps")
+    if not line.on_cpu:
+        least, most = (plan.seconds / case.facts.rates[f"published_{end}"] for end in ("most", "least"))
+        text = f"a lower bound; {spent.seconds:.1f} s expected, {least:.1f} to {most:.1f}, as published steps of this"
+        yield from _row("", f"{text} kind took {_longer(case)} as long as planned (docs/plan.md)")
     for name, side in plan.sides.items():
         largest = sorted(side.items(), key=lambda term: -term[1])[:TERMS]
         shown = (f"{term} {seconds:.1f}" for term, seconds in largest if seconds >= plan.seconds * SMALL)
         yield from _row(f"  {name}", f"{', '.join(shown)} s")
-    rate = f"{tokens / plan.seconds:,.0f} tokens/s, all prompts {passes:,.0f} times"
-    yield from _row(f"in {days:g} days", f"{steps:,} steps, {count(steps * tokens)} sampled tokens, {rate}")
+    rate = f"{tokens / spent.seconds:,.0f} tokens/s, all prompts {passes:,.0f} times"
+    rate += f"; {spent.hours:,.0f} GPU-hours" * (not line.on_cpu)
+    yield from _row(f"in {day_count(days)}", f"{steps:,} steps, {count(steps * tokens)} sampled tokens, {rate}")
     if found := plan.simulated:
         idle = f"trainers idle {found.trainers_idle:.0%}, engines {found.engines_idle:.0%}"
         age = fmean(step["policy_age/mean"] for step in found.steps)
         yield from _row("staleness", f"mean {age:.2f} steps, at most {r.max_staleness_steps}; {idle}")
     if price:
-        total = price * case.count * days * 24
-        each = f"{1e6 * total / max(1, steps * tokens):.2f} per million tokens"
-        yield from _row("cost", f"{total:,.0f} at {price:g} per GPU-hour, {each}")
+        total = price * spent.hours
+        each = 1e6 * total / (steps * tokens)
+        text = f"{total:,.0f} at {price:g} per GPU-hour, {each:.2f} per million tokens expected"
+        if not line.on_cpu:
+            r = case.facts.rates
+            ends = [each * r["published_median"] / r[f"published_{end}"] for end in ("most", "least")]
+            text += f", {ends[0]:.2f} to {ends[1]:.2f} as published steps"
+        yield from _row("cost", text)
     yield ""
     yield "likeliest failures, and the metrics that show them"
     likeliest = sorted(failures(case, plan, days, passes), key=lambda failure: -failure[0])
@@ -71,6 +96,31 @@ def screen(case: Case, plan: Plan, title: str, days: float, prompts: int, price:
         text, saved = max(gains.items(), key=lambda gain: gain[1])
         share = f"at most {saved:.1f} s, {saved / plan.seconds:.0%} of the step"
         yield from _row("first kernel", f"{text}: saves {share}")
+
+
+def _longer(case: Case) -> str:
+    least, median, most = (1 / case.facts.rates[f"published_{end}"] for end in ("most", "median", "least"))
+    return f"{least:.1f} to {most:.1f}, median {median:.1f} times"
+
+
+def day_count(days: float) -> str:
+    text = f"{days:,.0f}" if days >= 10 else f"{days:g}" if len(f"{days:g}") < 5 else f"{days:.2g}"
+    return f"{text} day{'s' * (text != '1')}"
+
+
+def lengths(work: Work) -> str:
+    """Describe the tokens that a plan takes for granted."""
+
+    def written(spread: Spread) -> str:
+        deviation = f" +- {spread.deviation:,.0f}" * bool(spread.deviation)
+        cut = f", at most {spread.most:,.0f}" * (spread.mean < spread.most < math.inf)
+        return f"{spread.mean:,.5g}{deviation}{cut}"
+
+    text = f"prompts of {written(work.prompt)} tokens, answers of {written(work.answer)} (--tokens)"
+    if work.turns.mean > 1:
+        read = f", {written(work.observation)} read after each" * bool(work.observation.mean)
+        text += f"; turns {written(work.turns)}{read} (--turns)"
+    return text
 
 
 def _memory(plan: Plan, mesh: str) -> str:
@@ -113,10 +163,7 @@ def failures(case: Case, plan: Plan, days: float, passes: float) -> Iterator[Fai
     yield 0.2 + 0.4 * experts, text, ("logprob_gap/mean", "off_policy/weight_min")
     yield 0.25, "the entropy falls before the answers are right", ("entropy", "reward/std")
     if cached:
-        slots = min(
-            line.config.generator.max_num_seqs, r.groups_per_step * r.group_size / line.config.generator.replicas
-        )
-        full = slots * (work.prompt.mean + work.turns.mean * work.answer.mean) / cached
+        full = fullness(plan)
         text = f"answers grow until the cache of {count(cached)} tokens, now {full:.0%} full, holds fewer sequences"
         yield min(1.0, full) / 2, text, ("engine/sampling_seconds", "completions/mean_length")
     if need := plan.memory.get("trainer"):
@@ -141,6 +188,7 @@ def kernels(plan: Plan) -> Mapping[str, float]:
             "a block's norms, rotary embedding and SiLU in fewer passes": s.trainer["other block kernels"]
             - moved * s.places,
             "products that overlap their exchange (async TP)": s.trainer["tensor-parallel exchange"],
+            "experts' products as fast as dense ones": s.trainer["expert products"] * (1 - facts.rates["experts"]),
             "a log-prob head without a fifth product": s.trainer["log-prob head"] - least * s.places,
         }
     if not s.overlaps or engine >= trainer:
@@ -157,7 +205,7 @@ def _row(label: str, text: str) -> Iterator[str]:
     """Yield a label and its text, wrapped at the width of the screen."""
     line = f"{label:<{LABEL}}"
     for word in text.split():
-        if len(line) + 1 + len(word) > WIDTH:
+        if len(line) + 1 + len(word) > width():
             yield line
             line = " " * LABEL
         line = f"{line} {word}"
@@ -168,4 +216,4 @@ def comparison(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield the lines of each plan that was rejected, and why."""
     yield "\nrejected"
     for name, why in rows:
-        yield from wrap(f"{name}: {why}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from wrap(f"{name}: {why}", width(), initial_indent="  ", subsequent_indent="    ")
