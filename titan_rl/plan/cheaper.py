@@ -1,4 +1,4 @@
-"""Finds what an expert would object to in a plan, and a plan that costs less."""
+"""Lists an expert's objections to a plan, and finds a plan that costs less."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from itertools import islice
 from titan_rl.plan.choose import Case, Keys, Plan, plans, smaller
 
 ENOUGH, MANY = 30, 60  # passes over the prompts
-GROUP_SIZE = 32  # where prompts are few: more is learnt from each
+GROUP_SIZE = 32  # where prompts are few
 IDLE, FULL = 0.4, 1.0  # shares of a side's time, and of the engines' cache
 WORTH = 0.8  # share of the GPU-hours, at most
 
@@ -60,7 +60,7 @@ def idle(plan: Plan) -> tuple[float, float]:
 
 
 def objections(case: Case, spent: Budget, prompts: int) -> Iterator[str]:
-    """Yield what is wrong with a plan at first sight."""
+    """Yield the faults of a plan that an expert sees first."""
     passes, full, (trainers, engines) = spent.passes(prompts), fullness(spent.plan), idle(spent.plan)
     if passes > MANY:
         yield f"each prompt is trained on {passes:,.0f} times, {ENOUGH} are plenty: take more prompts or less time"

@@ -40,7 +40,7 @@ def block_products(shape: ModelShape) -> int:
 
 
 def expert_products(shape: ModelShape) -> int:
-    """Return those of them that are of experts."""
+    """Return the experts' share of block_products."""
     return shape.n_layers * shape.dim * 3 * shape.hidden_per_token * bool(shape.experts)
 
 
