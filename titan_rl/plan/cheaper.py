@@ -19,7 +19,7 @@ class Budget:
     plan: Plan
     gpus: int
     steps: int
-    seconds: float  # of a step
+    seconds: float  # each step takes
 
     @property
     def days(self) -> float:

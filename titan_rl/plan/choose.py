@@ -30,7 +30,7 @@ MODES = ("none", "selective", "full")
 LAGS = (0, 1, 2)
 LORA_RANK = 16
 SIMULATED, STEPS = 3, 6  # plans, and steps of each without a lag; with one, its first and last steps are more
-MOST_TOKENS = 10**7  # of a step: more take too much memory to simulate, and the closed form stands
+MOST_TOKENS = 10**7  # in a step: more take too much memory to simulate, and the closed form stands
 NEARLY = 1.02  # a larger lag must be faster by this
 PATIENCE = 4  # deadlines are this many times as long as estimated
 SEQUENCES = (16, 512)  # fewest and most of an engine
@@ -117,7 +117,7 @@ class Case:
         return [unit * n for n in dict.fromkeys(tried)]
 
     def config(self, keys: Keys) -> Config | None:
-        """Return the config with these keys. None: `conflict` says why not."""
+        """Return the config with these keys. None: `conflict` returns the reason."""
         return None if self.conflict(keys) else changed(self.base, keys)
 
     def conflict(self, keys: Keys) -> str:

@@ -56,8 +56,8 @@ class EngineRates:
     passed_over: float = 0.0  # share of the experts that a token does not meet
 
     def read_s(self, n: Any) -> Any:
-        """Return the seconds in which a step of n tokens reads its weights: of the experts those that a token meets,
-        which the router chooses with equal chances. `n` may be an array."""
+        """Return the seconds in which a step of n tokens reads its weights. It reads an expert if a token meets it; the
+        router chooses all with equal chances. `n` may be an array."""
         return self.weights_s + self.experts_s * (1 - self.passed_over**n)
 
 

@@ -45,8 +45,8 @@ def expert_products(shape: ModelShape) -> int:
 
 
 def recomputed(mode: str, shape: ModelShape) -> int:
-    """Return the parameters whose products a backward computes again, besides those of experts, all of which are
-    repeated. "selective" keeps every second projection of a dense block: it repeats key, output and up."""
+    """Return the parameters whose products a backward computes again. Experts are left out: "selective" and "full"
+    repeat them all. "selective" keeps every second projection of a dense block: it repeats key, output and up."""
     if mode in ("none", "selective"):
         again = shape.head_dim * (shape.n_kv_heads + shape.n_heads) + shape.hidden_dim * (not shape.experts)
         return shape.n_layers * shape.dim * again * (mode == "selective")
@@ -204,7 +204,7 @@ class Roofline:
 
     @property
     def keys(self) -> float:
-        """Return the keys to which a place attends on average: those of its prompt and of its answer up to itself. The
+        """Return the keys to which a place attends on average: its prompt's, and its answer's up to itself. The
         prompt's own places are there once for each row of a group."""
         prompt, answers = self.work.prompt.mean, drawn(self.work.answer) * self.work.turns.mean + self.read
         copies = self.prompt_copies / self.config.rollout.group_size
