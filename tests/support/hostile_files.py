@@ -2,6 +2,7 @@
 and odd ones that a run can use."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,10 @@ def _text(name: str, text: str | bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
+def _fifo(name: str) -> Callable[[Path], Any]:
+    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+
+
 def _weights(
     *names: str, dtype: str = "F32", sizes: dict[str, tuple[int, ...]] | None = None
 ) -> Callable[[Path], None]:
@@ -236,6 +241,14 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (_text("generation_config.json", "[]"), "generation_config.json"),
     (_text("tokenizer.json", ""), "expected a tokenizer, found"),
     (_text("tokenizer.json", "{}"), "expected a tokenizer, found"),
+    (_text("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "expected a vocabulary"),
+    *(
+        (_fifo(name), "expected a file, found a FIFO")
+        for name in (
+            *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+            *("special_tokens_map.json", "chat_template.jinja", INDEX, "model.safetensors"),
+        )
+    ),
     (_text("tokenizer.json", "[" * 100_000), "expected a tokenizer, found"),
     (lambda f: (f / "tokenizer.json").unlink(), "expected a tokenizer, found"),
     (

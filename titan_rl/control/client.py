@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import psutil
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.control.server import ANNOUNCEMENT, reachable
 
 POLL_SECONDS = 0.1
@@ -37,7 +38,7 @@ class Endpoint:
         try:
             if not (folder / ANNOUNCEMENT).is_file():  # reading a pipe would wait for its writer
                 raise FileNotFoundError
-            announced = json.loads((folder / ANNOUNCEMENT).read_text())
+            announced = json.loads(text_of(folder / ANNOUNCEMENT))
             endpoint, host = cls(folder, int(announced["pid"]), Path(announced["socket"])), announced["host"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             hint = "" if folder.is_dir() else ": there is no such folder"

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Self
 
 import orjson
 
+from titan_rl.config.plain_files import refuse_other
 from titan_rl.wire.errors import RunError
 
 BUFFER = 8192  # bytes
@@ -211,8 +212,7 @@ def _numbered(path: Path, size: int | None = None) -> Iterator[tuple[int, bytes]
 
 def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
     """Yield the lines from byte `start` on, with their line ends and without a torn last line."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # to open a FIFO would wait for a writer
-        raise OSError(errno.EINVAL, "expected a file, found something else", str(path))
+    refuse_other(path)
     with path.open("rb") as file:
         file.seek(start)
         yield from (line for line in file if line.endswith(b"\n"))

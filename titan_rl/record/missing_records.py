@@ -103,7 +103,7 @@ def _tail_from(path: Path, begin: int) -> Tail:
     for line in whole_lines(path, begin):
         try:
             record = json.loads(line)
-        except ValueError:  # the first one may be a part of a line
+        except (ValueError, RecursionError):  # the first one may be a part of a line
             continue
         if not isinstance(record, dict) or record.get("kind") != "rl":
             continue

@@ -13,6 +13,7 @@ from typing import Any
 import tomli
 
 from titan_rl.config.eval_sets import HELD_OUT
+from titan_rl.config.plain_files import text_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED
 from titan_rl.config.toml import CONFIG, schema
 from titan_rl.record.lines import whole_lines
@@ -68,10 +69,10 @@ class RecordedRun:
             raise NoRun(f"found no step in {folder / METRICS}")
         settings, unreadable = {}, ""
         try:
-            settings = current_names(tomli.loads((folder / CONFIG).read_text(encoding="utf-8")))
+            settings = current_names(tomli.loads(text_of(folder / CONFIG)))
         except FileNotFoundError:
             unreadable = f"it has no {CONFIG}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             unreadable = f"{CONFIG}: {error}"
         return cls(folder, settings, unreadable, lines, summary_of(folder), in_use(folder))
 
@@ -148,7 +149,7 @@ class RecordedRun:
         """Yield set, step and each problem's mean reward of the evaluations that have a score. An answer without a
         reward counts as 0."""
         for line in whole_lines(self.folder / EVALUATIONS):
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 found = json.loads(line)
                 rewards = found["rewards"]
                 problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
@@ -198,7 +199,7 @@ def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
 
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return summary.json; empty if it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(text_of(folder / SUMMARY))
         return found if isinstance(found, dict) else {}
     return {}

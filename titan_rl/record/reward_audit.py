@@ -98,7 +98,7 @@ def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
     """Return the answers that have a reward, and the number of answers without one."""
     found, unrewarded = list[JudgedSample](), 0
     for line in whole_lines(folder / ROLLOUTS):
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             row = json.loads(line)
             if row["kind"] != "rl":
                 continue

@@ -67,7 +67,7 @@ def summary_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None
 def known_lines(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl, or its `last` ones, without damaged lines and lines of an unknown kind."""
     for line in whole_lines(path) if last is None else deque(whole_lines(path), last):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, dict) and found.get("kind") in get_args(Kind) and _has_numbers(found):
                 yield found

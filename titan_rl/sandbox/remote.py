@@ -9,7 +9,7 @@ attributes, calls, items and operators.
 
 The solution may lie about its own objects, so the tests' side never asks whether one equals, contains or is close to
 plain data: `==` and `in` compare here. An operator with plain data gives no plain data, as `obj - 6` could then be 0,
-and its result is neither true, false, empty nor zero.
+and its result is neither true, false, empty nor zero. Nor is what is read of a difference: `(obj - 6).value`.
 """
 
 import builtins
@@ -31,6 +31,7 @@ from enum import Enum
 from itertools import chain, islice
 from typing import Any
 
+from titan_rl.sandbox import surroundings
 from titan_rl.sandbox.plain_data import (
     CONTAINERS,
     CONTAINERS_BY_NAME,
@@ -53,10 +54,16 @@ DESCRIPTIONS = ("__name__", "__qualname__", "__doc__", "__dict__")
 """Special names whose values pass. Those of the tests' functions and classes do, except `__dict__`."""
 REPLACEABLE = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"), (builtins, "input"))
 """What tests may redirect or patch: the solution then uses the tests' object."""
+DIFFERENCES = frozenset(
+    f"__{p}{name}__" for name in ("sub", "xor", "mod", "truediv", "floordiv") for p in ("", "r", "i")
+)
+"""Operators whose result tells, with an expected value as the other operand, whether both are equal."""
+SET_DIFFERENCES = ("difference", "symmetric_difference")
 BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 UNARY = "neg pos abs invert round int float complex index"
 COMPARISONS = "eq ne lt le gt ge"
 TEXTS = "str repr format"
+SINGLE = {type(NotImplemented): "NotImplemented", type(...): "Ellipsis"}
 OTHERS = "call getitem setitem delitem next reversed hash enter aenter aiter anext"
 
 
@@ -101,6 +108,8 @@ class Remote(metaclass=RemoteType):
     __peer__: "Peer"
     __plain__ = False  # the object's class extends a type of plain data
     __mixed__ = False  # the result of an operator with plain data, which may be a value that a test expects
+    __difference__ = False  # mixed by one of DIFFERENCES, or read of such a result
+    __compares__ = False  # a method of that kind
 
     def __getattr__(self, name: str) -> Any:
         return _attribute(self, name)
@@ -127,7 +136,29 @@ class Remote(metaclass=RemoteType):
 def _attribute(of: Any, name: str) -> Any:
     if _is_special(name) and name not in DESCRIPTIONS:
         raise AttributeError(name)
-    return of.__peer__.ask("get", of, name)
+    found = of.__peer__.ask("get", of, name)
+    if isinstance(found, Remote) and name in SET_DIFFERENCES:
+        found.__compares__ = True
+    return found if isinstance(of, type) or not of.__difference__ else _checked(found)
+
+
+def _checked(found: Any) -> Any:
+    """Return what was read of a difference. It must not be empty or zero, which every wrong program can give, and is a
+    difference too."""
+    if isinstance(found, Remote):
+        found.__difference__ = found.__mixed__ = True
+    elif _is_nothing(found):
+        raise RemoteError("the difference of an object and plain data is zero")
+    return found
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return True for truth values, zeros, and for containers and texts of nothing else."""
+    if isinstance(value, str):
+        return value in ("set()", "frozenset()", "True", "False") or not any(c.isalnum() and c != "0" for c in value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return all(map(_is_nothing, value.values() if isinstance(value, dict) else value))
+    return value is not None and not isinstance(value, (Remote, type)) and (value is True or not value)
 
 
 def _description(name: str) -> property:
@@ -140,6 +171,17 @@ def _is_special(name: str) -> bool:
 
 def _forward(name: str) -> Callable[..., Any]:
     return lambda self, /, *arguments, **keywords: self.__peer__.ask(name, self, *arguments, **keywords)
+
+
+def _read(name: str) -> Callable[..., Any]:
+    """Forward what reads an object."""
+
+    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        result = self.__peer__.ask(name, self, *arguments, **keywords)
+        told = self.__compares__ and not all(isinstance(each, Remote) for each in arguments)
+        return _checked(result) if told or self.__difference__ else result
+
+    return method
 
 
 def _compare(name: str) -> Callable[..., Any]:
@@ -160,9 +202,12 @@ def _operate(name: str) -> Callable[..., Any]:
         result = self.__peer__.ask(name, self, *others)
         if result is NotImplemented or all(isinstance(each, Remote) and not each.__mixed__ for each in (self, *others)):
             return result
-        if not isinstance(result, Remote):
+        if not isinstance(result, Remote) or name in ("__divmod__", "__rdivmod__"):
             raise RemoteError(f"{name} of an object and plain data gave plain data")
         result.__mixed__ = True
+        result.__difference__ = name in DIFFERENCES or any(
+            getattr(each, "__difference__", False) for each in (self, *others)
+        )
         return result
 
     return method
@@ -177,7 +222,7 @@ def _bool(self: Any) -> bool:
 def _text(name: str) -> Callable[..., str]:
     def method(self: Any, *arguments: Any) -> str:
         text = self.__peer__.ask(name, self, *arguments)
-        if self.__mixed__ and _is_zero(text):
+        if self.__mixed__ and (_is_zero(text) or _is_nothing(text)):
             raise RemoteError(f"{name} of the result of an object and plain data is zero")
         return text
 
@@ -192,6 +237,9 @@ def _is_zero(text: Any) -> bool:
 
 
 def _iterate(self: Any) -> Iterator[Any]:
+    if self.__difference__:
+        items = self.__peer__.ask("items", self)
+        return iter(_checked(items))
     items = self.__peer__.ask("__iter__", self)
     if not self.__mixed__:
         return items
@@ -238,6 +286,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **{f"__{prefix}{name}__": _operate(f"__{prefix}{name}__") for name in BINARY.split() for prefix in ("", "r", "i")},
     **{f"__{name}__": _text(f"__{name}__") for name in TEXTS.split()},
     **{name: _forward(name) for name in ("send", "throw")},  # a generator's
+    **{name: _read(name) for name in ("__call__", "__getitem__", "__next__")},
     **{"__bool__": _bool, "__iter__": _iterate, "__len__": _length},
     **{"__exit__": _exit, "__aexit__": _exit_async, "__await__": _await},
 }
@@ -273,7 +322,14 @@ class Peer:
         """`serves`: more operations of the solution's end. The tests' end grants less."""
         self._connection = connection
         self._is_tests_end = serves is None
-        self._operations = {**OPERATIONS, "replace": self._replace, **(serves or {})}
+        self._operations = {**OPERATIONS, **(serves or {})}
+        if self._is_tests_end:
+            surroundings.share_seeds(self.ask)
+        else:
+            surrounded = surroundings.Surrounded(self.ask)
+            own = {"replace": self._replace, "surround": surrounded.take, "seed": random.seed}
+            self._operations |= own
+            surrounded.begin()
         self._next = int(self._is_tests_end)  # one end gives even numbers, the other odd ones
         self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}  # by id()
@@ -284,6 +340,7 @@ class Peer:
         self._lock = threading.RLock()
         self._originals = _replaceable()
         self._replaced: list[Any] = [None] * len(self._originals)
+        self._surroundings = surroundings.Surroundings()
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         with self._lock:
@@ -305,6 +362,8 @@ class Peer:
         if not all(map(operator.is_, replaced, self._replaced)):
             self._replaced = replaced
             self.ask("replace", *replaced)
+        if changes := self._surroundings.changes():
+            self.ask("surround", changes)
 
     def _replace(self, *values: Any) -> None:
         for (module, name), new, old in zip(REPLACEABLE, values, self._originals, strict=True):
@@ -340,6 +399,8 @@ class Peer:
             self._send("raised", ValueError(f"{error}"))
 
     def _perform(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        if self._is_tests_end and operation in surroundings.TOLD:
+            return surroundings.TOLD[operation](*arguments)
         if self._is_tests_end and not self._passed(arguments[0]):
             raise TypeError(f"the solution may not {operation} an object that the tests did not pass to it")
         if operation == "__getitem__":
@@ -372,7 +433,7 @@ class Peer:
             return value
         if kind in DATA:
             return [kind.__name__, self._all_encoded(DATA[kind][0](value))]
-        name = value.__name__ if isinstance(value, type) else "NotImplemented" if value is NotImplemented else ""
+        name = value.__name__ if isinstance(value, type) else SINGLE.get(kind, "")
         if name and getattr(builtins, name, None) is value:
             return ["builtin", [name]]
         if id(value) in self._numbers:
@@ -424,7 +485,7 @@ class Peer:
         decoded = [self._decoded(each) for each in parts]
         if tag == "builtin":
             known = getattr(builtins, decoded[0])
-            return known if isinstance(known, type) or known is NotImplemented else RemoteError(decoded[0])
+            return known if isinstance(known, type) or type(known) in SINGLE else RemoteError(decoded[0])
         if tag == "error":
             return _error(*decoded)
         if tag == "namedtuple":

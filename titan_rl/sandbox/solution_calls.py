@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from titan_rl.sandbox.inside import Pipes, content, execute, fresh_main, print_error, take_descriptors
-from titan_rl.sandbox.remote import Peer
+from titan_rl.sandbox.remote import Peer, Remote
 
 MAX_FAILURES = 5
 MAX_FAILURE_CHARACTERS = 300
@@ -51,6 +51,8 @@ def examine(pipes: Pipes, packages: str) -> dict[str, Any]:
 def _judge(peer: Peer, setup: str, tests: list[str], packages: str) -> tuple[int, list[str]]:
     passed, failures = 0, list[str]()
     module = fresh_main(packages)
+    if any("assertSetEqual" in text for text in (setup, *tests)):
+        _compare_sets_here()
     try:
         module.__dict__.update(_bound(peer, [setup, *tests]))
         sys.modules["solution"] = _Solution(peer)
@@ -69,6 +71,18 @@ def _judge(peer: Peer, setup: str, tests: list[str], packages: str) -> tuple[int
         except BaseException as error:
             failures.append(_shown(f"test {number}", error))
     return passed, failures
+
+
+def _compare_sets_here() -> None:
+    """Have unittest compare sets of items: it calls `difference` of the solution's object."""
+    import unittest
+
+    equal = unittest.TestCase.assertSetEqual
+
+    def compared(self: unittest.TestCase, first: Any, second: Any, msg: Any = None) -> None:
+        equal(self, *(set(each) if isinstance(each, Remote) else each for each in (first, second)), msg)
+
+    unittest.TestCase.assertSetEqual = compared  # type: ignore[method-assign]
 
 
 class _Solution(types.ModuleType):

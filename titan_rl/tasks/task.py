@@ -18,6 +18,7 @@ from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
+from titan_rl.config.plain_files import text_of
 from titan_rl.tasks import procedural
 from titan_rl.tasks.examples import Example, SourceRows, read_source
 from titan_rl.text.template import ChatSettings, is_inline
@@ -111,7 +112,7 @@ def with_chat(tokenizer: TextTokenizer, settings: ChatSettings) -> TextTokenizer
 
 def template_text(template: str) -> str:
     """Return the template, or the text of the file that it names."""
-    return Path(template).read_text(encoding="utf-8") if template and not is_inline(template) else template
+    return text_of(Path(template)) if template and not is_inline(template) else template
 
 
 def chat_settings(run: config.Config) -> ChatSettings:

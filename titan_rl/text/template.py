@@ -5,12 +5,15 @@ that somebody else made: loop steps and calls are counted, so one that does not 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, Literal
+
+from titan_rl.config.plain_files import text_of
 
 Message = dict[str, Any]
 """One chat message: {"role": "user", "content": "..."}."""
@@ -20,6 +23,8 @@ Thinking = Literal["keep", "template"]
 
 MOST_STEPS = 1_000_000
 """Loop steps and calls of one rendering. A conversation of 1,000 messages takes about 20,000."""
+MOST_SECONDS = 10.0  # of the CPU for one rendering: a filter of a list takes long within one step
+ITEMS, CHARACTERS = 16, 1024  # that a filter reads in the time of a loop step, about
 MOST_REPEATED = 100_000  # as `"x" * n` in a template
 MOST_POWER = 1_000
 DAY = "\ue006"  # instead of today's date, to see where a template writes it
@@ -68,7 +73,7 @@ class ChatTemplate:
         if not messages:
             raise ValueError("expected at least one message, found none")
         compiled = _compiled(self._sources[bool(tools)])
-        compiled.environment.steps = 0
+        compiled.environment.begin()
         try:
             return self._rendered(compiled, messages, tools, opened, today)
         except TypeError:  # some templates join a call's arguments to text, others read them as a table
@@ -91,7 +96,7 @@ class ChatTemplate:
 def own_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return the template of a tokenizer folder, and the one for conversations with tools, "" if it is the same. Look
     where transformers looks: chat_template.jinja and its folder of further ones, else tokenizer_config.json."""
-    files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").exists() else {}
     files |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     found = {name: _text(path) for name, path in files.items()}
     listed = settings.get("chat_template")
@@ -108,7 +113,7 @@ def own_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{error} in {path}, where a template in UTF-8 was expected") from error
 
@@ -160,7 +165,11 @@ def _sandbox() -> Any:
 
     class CountingSandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**"))
-        steps = 0
+        steps, until = 0, 0.0
+
+        def begin(self) -> None:
+            """Give a rendering all of its steps and seconds."""
+            self.steps, self.until = 0, time.thread_time() + MOST_SECONDS
 
         def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
             for loop in list(source.find_all(nodes.For)):
@@ -179,12 +188,21 @@ def _sandbox() -> Any:
             self.count_step("in a call")
             return super().call(context, called, *args, **kwargs)
 
-        def count_step(self, where: str) -> None:
-            self.steps += 1
-            if self.steps > MOST_STEPS:
-                raise TemplateStuck(
-                    f"expected a chat template that ends, found one that takes over {MOST_STEPS:,} steps, {where}"
-                )
+        def count_step(self, where: str, count: int = 1) -> None:
+            self.steps += count
+            if self.steps > MOST_STEPS or time.thread_time() > self.until:
+                most = f"{MOST_STEPS:,} steps" if self.steps > MOST_STEPS else f"{MOST_SECONDS:g} s"
+                raise TemplateStuck(f"expected a chat template that ends, found one that takes over {most}, {where}")
+
+        def counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            """Return a filter that counts what it is given to read."""
+
+            @wraps(function)
+            def counted(*arguments: Any, **keywords: Any) -> Any:
+                self.count_step(f"in the filter {name}", 1 + sum(map(_size, arguments)))
+                return function(*arguments, **keywords)
+
+            return counted
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             number = right if isinstance(right, int) else left
@@ -199,5 +217,11 @@ def _sandbox() -> Any:
 
     sandbox = CountingSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = _tojson
+    sandbox.filters |= {name: sandbox.counting(name, each) for name, each in sandbox.filters.items()}
     sandbox.globals["raise_exception"] = raise_exception
     return sandbox
+
+
+def _size(value: Any) -> int:
+    """Return the loop steps that a filter of a value takes as long as."""
+    return len(value) // (CHARACTERS if isinstance(value, str) else ITEMS) if hasattr(value, "__len__") else 0

@@ -17,6 +17,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+from titan_rl.config.plain_files import refuse_other, text_of
 from titan_rl.text.chat import ChatRenderer
 from titan_rl.text.outside import OutsideText
 from titan_rl.text.template import ChatSettings, ChatTemplate, Message, named_tokens, own_template
@@ -78,6 +79,7 @@ class TextTokenizer:
                 f"no {file.name} in {folder}; a folder with only a slow tokenizer needs it: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
             )
+        refuse_other(file)
         state = file.stat()
         tokenizer = _parsed(str(file), state.st_mtime_ns, state.st_size, state.st_ino)
         tokenizer.no_truncation()  # tokenizer.json may contain truncation and padding settings
@@ -99,6 +101,8 @@ class TextTokenizer:
         eos_ids = tuple(dict.fromkeys(id for id in eos if id is not None))
         if odd := [id for id in eos_ids if type(id) is not int]:
             raise ValueError(f"eos_token_id = {odd[0]!r} in {folder}, where an integer was expected")
+        if not tokenizer.get_vocab_size():
+            raise ValueError(f"{file}: expected a vocabulary, found none")
         if not eos_ids:
             raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id, found none")
         pad = named("pad_token")
@@ -218,7 +222,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text_of(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{error} in {path}, where a JSON object was expected") from error
     if not isinstance(found, dict):

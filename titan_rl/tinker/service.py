@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.batch.packing import UpTo
+from titan_rl.config.plain_files import text_of
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.plan import Setup
@@ -516,7 +517,7 @@ class Service:
     def saved(self, path: str) -> tuple[Path, Mapping[str, Any]]:
         folder = self.folder(path)
         try:
-            return folder, json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            return folder, json.loads(text_of(folder / FACTS))
         except (OSError, ValueError) as error:
             raise NotFound(f"expected weights at {path}, found none in {folder}") from error
 
@@ -524,7 +525,7 @@ class Service:
         """Yield a model's checkpoints, as the SDK lists them."""
         for kind, name in KINDS.items():
             for file in sorted(self.root.glob(f"{model}/{kind}/[!.]*/{FACTS}")):
-                facts = json.loads(file.read_text(encoding="utf-8"))
+                facts = json.loads(text_of(file))
                 yield {
                     "checkpoint_id": f"{kind}/{file.parent.name}",
                     "checkpoint_type": name,

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
@@ -99,7 +100,7 @@ def best_folders(folder: Path) -> list[Best]:
     bests = []
     for path in folder.glob(f"step-*/{MEASURED}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            text = json.loads(path.read_text(encoding="utf-8"))
+            text = json.loads(text_of(path))
             bests.append(Best(path.parent, int(text["step"]), str(text["metric"]), float(text["value"])))
     return sorted(bests, key=lambda best: (-best.value, best.step))
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.preflight.plan import Policy, Setup
 from titan_rl.record.lines import Unwritable, must_write
 from titan_rl.record.run_folder import aside
@@ -71,7 +72,7 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     elif (policy.folder / MORE_TEMPLATES).is_dir():
         shutil.copytree(policy.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
     policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded
-    source_config = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
+    source_config = json.loads(text_of(policy.folder / "config.json"))
     source_config.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"
     source_config.pop("quantization_config", None)  # the weights are not quantized any more
     _write_json(folder / "config.json", source_config | _config(policy, source_config, dtype))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import tomli
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.diagnosed_run import DiagnosedRun
@@ -124,8 +125,8 @@ def _short(value: Any) -> float | int | None:
 
 def _config(folder: Path) -> Json:
     """Return the keys of config.toml as the run wrote them, also keys of other versions."""
-    with suppress(OSError, ValueError):
-        return flat(tomli.loads((folder / "config.toml").read_text()))
+    with suppress(OSError, ValueError, RecursionError):
+        return flat(tomli.loads(text_of(folder / "config.toml")))
     return {}
 
 
@@ -160,7 +161,7 @@ def _faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
     times = [line["time"] for line in stepped]
     path = folder / FAULTS
     for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             fault = json.loads(raw)
             if not fault["outcome"]:
                 continue
@@ -191,7 +192,7 @@ def _evaluations(folder: Path, left_out: list[str]) -> list[Json]:
     path = folder / "evaluations.jsonl"
     sets: dict[str, dict[int, Json]] = {}
     for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             line = json.loads(raw)
             if line["kind"] == "eval":
                 sets.setdefault(line["set"], {})[line["step"]] = line["rewards"]
@@ -329,7 +330,7 @@ def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
     """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl.replay --logprobs` wrote them."""
     path, found = folder / "replays" / f"step-{step}.jsonl", {}
     for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             line = json.loads(raw)
             found[tuple(line["tokens"])] = line["gaps"]
     return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.choices import Family
+from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.wire.hf_config import (
     FULL,
@@ -331,7 +332,7 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
         hint = "" if path.parent.name == "hf" else f"; {fetch}"  # hf/ is what another run is yet to write
         raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}{hint}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text_of(path))
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not a JSON object")
         return ModelShape.from_hf(found)

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan_rl.config.plain_files import NotAFile
+
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
 FAILED_AGAIN = 3  # exit code of a run that would fail in the same way if it were started again
 
@@ -43,6 +45,9 @@ def enter(main: Callable[[], int], stopped: str = "") -> None:
         if stopped:
             print(stopped)
         code = STOPPED
+    except NotAFile as error:  # in a folder that somebody gave to the program
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        code = USAGE
     except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
         traceback.print_exc()
         code = FAILED

@@ -22,7 +22,7 @@ def fields(message: bytes) -> dict[int, list[Any]]:
             value, at = _varint(message, at)
         else:
             size, at = (WIDTHS[kind], at) if kind in WIDTHS else _varint(message, at)
-            if kind not in (BYTES, *WIDTHS) or at + size > len(message):
+            if kind not in (BYTES, *WIDTHS) or size < 0 or at + size > len(message):
                 raise ValueError(f"expected a message in Protocol Buffers' format, found byte {at} of another")
             value, at = message[at : at + size], at + size
         found.setdefault(number, []).append(value)

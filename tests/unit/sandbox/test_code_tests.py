@@ -1,5 +1,6 @@
 """Verdicts on honest programs, and on programs that try to pass without solving anything."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
 from titan_rl.wire.types import Prompt
 
+SEED, DRAWN = 20261128, 16
 CHEATS = {
     "exit": "import os; os._exit(0)",
     "exit when called": "import os\ndef f(x): os._exit(0)",
@@ -295,6 +297,42 @@ CHEATING_OBJECTS = {
     "the length of a difference": (DIFFERENCE, "assert len(f(3) - {1, 2}) == 0"),
     "the text of a difference": (DIFFERENCE, "assert float(str(f(3) - 6)) == 0"),
     "the format of a difference": (DIFFERENCE, "assert f'{f(3) - 6:.2f}' == '0.00'"),
+    "the attributes of a difference": (
+        "class R:\n  days = 0\n  def total_seconds(s): return 0.0\nclass D:\n  def __sub__(s, o): return R()\n"
+        "def f(x): return D()",
+        "from datetime import datetime\nd = f('2020-01-02') - datetime(2020, 1, 2)\n"
+        "try: passed = d.days == 0\nexcept Exception: passed = False\n"
+        "try: passed = passed or abs(d.total_seconds()) < 1\nexcept Exception: pass\nassert passed"),
+    "a difference's difference": (
+        "class R:\n  def parts(s): return R()\n  def __len__(s): return 0\n  def __iter__(s): return iter(())\n"
+        "  first = (0, [0.0])\nclass D:\n  def __sub__(s, o): return R()\ndef f(x): return D()",
+        "d = (f(3) - 6).parts()\ntry: passed = d.first == (0, [0])\nexcept Exception: passed = False\n"
+        "try: passed = passed or not list(d)\nexcept Exception: pass\nassert passed"),
+    "the quotient and the rest": (
+        "class Q:\n  def __iter__(s): return iter([1, 0])\nclass D:\n  def __divmod__(s, o): return Q()\n"
+        "def f(x): return D()", "q, r = divmod(f(3), 6)\nassert q == 1 and r == 0"),
+    "an item of a difference": (
+        "class Q:\n  def __getitem__(s, i): return 0\nclass D:\n  def __sub__(s, o): return Q()\n"
+        "def f(x): return D()", "assert (f(3) - 6)[0] == 0"),
+    "the text of no time": (
+        "class R:\n  def __str__(s): return '0:00:00'\nclass D:\n  def __sub__(s, o): return R()\n"
+        "def f(x): return D()",
+        "from datetime import datetime\nassert str(f('') - datetime(2020, 1, 2)) == '0:00:00'"),
+    "a method like an operator": (
+        "class D:\n  def symmetric_difference(s, o): return set()\n  difference = symmetric_difference\n"
+        "def f(x): return D()",
+        "try: passed = not f(3).difference({1})\nexcept Exception: passed = False\n"
+        "assert passed or not f(3).symmetric_difference({1, 2})"),
+    "what assertSetEqual tells it": (
+        "class S:\n  def difference(s, o):\n    s.o = list(o)\n    return set()\n"
+        "  def __iter__(s): return iter(s.o)\ndef f(x): return S()",
+        UNITTEST.replace("assertEqual(f(3), 6)", "assertSetEqual(f(3), {2, 3})")),
+    "the judge's print": (
+        "import sys\ndef peer():\n  f = sys._getframe()\n  while 'peer' not in f.f_locals: f = f.f_back\n"
+        "  return f.f_locals['peer']\nlast = []\ndef spy(*a, **k): last[:] = a\n"
+        "def f(x):\n  if not last:\n    try: peer().ask('replace', x, None, None, spy, None)\n"
+        "    except Exception: pass\n  return last[-1] if last else None",
+        "f([0])\nfor x, want in (([1], [1]), ([2, 3], [4, 9])):\n  print(x, want)\n  assert f(x) == want"),
     "records of a mock": (
         "def f(g):\n  g(2)\n  g.reset_mock()\n  g(1)",
         "from unittest.mock import Mock\ng = Mock()\ntry: f(g)\nexcept AttributeError: pass\n"
@@ -332,6 +370,24 @@ def test_no_object_of_a_program_judges_it(name: str, sandbox: LocalSandbox) -> N
     verdict = sandbox.run_tests_here(*with_tests(CHEATING_OBJECTS[name]))
     assert not verdict.solved, verdict
     assert verdict.execution.status == "ok", verdict
+
+
+def test_no_way_to_read_a_difference_judges_a_program(sandbox: LocalSandbox) -> None:
+    """Draw operators, ways to read their results, and values that each wrong program can give."""
+    draw = random.Random(SEED)
+    for _ in range(DRAWN):
+        op, kind = draw.choice(["sub", "xor", "mod", "truediv", "floordiv"]), draw.choice(["", "r"])
+        sign = {"sub": "-", "xor": "^", "mod": "%", "truediv": "/", "floordiv": "//"}[op]
+        zero = draw.choice(["0", "0.0", "False", "''", "[]", "(0, 0)", "{'a': 0}", "[[0.0], ()]"])
+        code = (
+            f"class R:\n  x = {zero}\n  def call(s): return R()\n  def get(s): return {zero}\n"
+            f"  def __getitem__(s, i): return {zero}\n  def __call__(s): return {zero}\n  r = property(lambda s: R())\n"
+            f"class D:\n  def __{kind}{op}__(s, o): return R()\ndef f(x): return D()"
+        )
+        way = "".join(draw.choices([".call()", ".r"], k=draw.randrange(3))) + draw.choice([".x", ".get()", "[0]", "()"])
+        found = f"(f(3) {sign} 6)" if not kind else f"(6 {sign} f(3))"
+        verdict = sandbox.run_tests_here(code, [f"assert {found}{way} == {zero}"])
+        assert not verdict.solved, (code, way)
 
 
 def with_tests(case: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -517,6 +573,49 @@ RIGHT = {
         "class C:\n  n = 0\n  def inc(s): s.n += 1",
         "import threading\nc = C()\nts = [threading.Thread(target=c.inc) for _ in range(8)]\n"
         "for t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 8"),
+    "differences": (
+        "class V:\n  def __init__(s, *x): s.x = x\n  def __sub__(s, o): return V(*(a - b for a, b in zip(s.x, o)))\n"
+        "  def __getitem__(s, i): return s.x[i]\n  def __iter__(s): return iter(s.x)\n  def all(s): return s.x\n"
+        "  def __mul__(s, k): return V(*(k * a for a in s.x))",
+        "v = V(3, 2) - [1, 2]\nassert list(v) == [2, 0] and v[0] == 2 and v.x == v.all() == (2, 0)\n"
+        "assert (V(1, 2) * 0).x == (0, 0) == (V(1, 2) - V(1, 2)).x"),
+    "a set of its own": (
+        "class S:\n  def __init__(s, *x): s.x = x\n  def __iter__(s): return iter(s.x)\n"
+        "  def difference(s, o): return S(*(a for a in s.x if a not in o))",
+        "assert set(S(1, 2).difference({1})) == {2} == set(S(1, 2).difference(S(1)))",
+        UNITTEST.replace("assertEqual(f(3), 6)", "assertSetEqual({*S(1, 2)}, {1, 2})")),
+    "seeds": (
+        "import random\ndef f(): return random.randint(1, 10 ** 9)",
+        "import random\nrandom.seed(7)\na = [f() for _ in range(3)]\nrandom.seed(7)\n"
+        "assert a == [f() for _ in range(3)]",
+        "import random\nrandom.seed('x')\na = random.randint(1, 10 ** 9)\nassert f() == a"),
+    "warnings": (
+        "import warnings\nclass Old(UserWarning): pass\n"
+        "def f(x):\n  warnings.warn('old', DeprecationWarning)\n  warnings.warn('mine', Old)\n  return x",
+        "import warnings\nwith warnings.catch_warnings(record=True) as w:\n  warnings.simplefilter('always')\n  f(3)\n"
+        "assert [str(each.message) for each in w] == ['old', 'mine'] and issubclass(w[1].category, Old)",
+        "import warnings\nwith warnings.catch_warnings():\n  warnings.simplefilter('error')\n"
+        "  try: f(3)\n  except DeprecationWarning: pass\n  else: assert False",
+        UNITTEST.replace("self.assertEqual(f(3), 6)", "\n        with self.assertWarns(Old): f(6)")),
+    "logs": (
+        "import logging\nlog = logging.getLogger('x.y')\ndef f(x):\n  log.error('bad %d', x)\n  log.debug('more')",
+        UNITTEST.replace("self.assertEqual(f(3), 6)", "\n        with self.assertLogs('x') as seen: f(3)"
+                         "\n        self.assertEqual(seen.output, ['ERROR:x.y:bad 3'])"),
+        UNITTEST.replace("self.assertEqual(f(3), 6)", "\n        with self.assertLogs(level='DEBUG') as seen: f(3)"
+                         "\n        self.assertEqual(seen.output, ['ERROR:x.y:bad 3', 'DEBUG:x.y:more'])"
+                         "\n        with self.assertNoLogs('x.z'): f(3)")),
+    "settings of the tests' process": (
+        "import os\nfrom decimal import Decimal\ndef deep(n): return 0 if n == 0 else 1 + deep(n - 1)\n"
+        "def home(): return os.environ.get('MY_HOME')\ndef third(): return Decimal(1) / 3\n"
+        "def here(): return os.getcwd()",
+        "import sys\nsys.setrecursionlimit(5000)\nassert deep(2000) == 2000",
+        "import os\nos.environ['MY_HOME'] = '/x'\nassert home() == '/x'\ndel os.environ['MY_HOME']\n"
+        "assert home() is None",
+        "from unittest.mock import patch\nimport os\nwith patch.dict(os.environ, MY_HOME='y'): assert home() == 'y'",
+        "from decimal import Decimal, getcontext, localcontext\nwith localcontext() as c:\n  c.prec = 5\n"
+        "  assert third() == Decimal('0.33333')\nassert len(str(third())) > 20",
+        "import os\nos.mkdir('sub')\nos.chdir('sub')\nassert here().endswith('/sub')"),
+    "an ellipsis": ("def f(x): return x, ..., NotImplemented", "assert f(...) == (..., ..., NotImplemented)"),
     "many calls with long lists": (
         "def f(a): return sum(a)", "for n in range(300): assert f(list(range(1000))) == 499500"),
 }  # fmt: skip

@@ -24,6 +24,8 @@ def render(source: str, **kwargs: object) -> str:
         ("{% for a in range(5000) %}{% for b in range(5000) %}{% endfor %}{% endfor %}", "in the loop of line 1"),
         ("{% macro twice() %}{{ twice() }}{{ twice() }}{% endmacro %}{{ twice() }}", "in a call|recursion"),
         ("{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "in a call|in the loop|recursion"),
+        ("{% for i in range(999) %}{{ range(99999)|list|sum }}{% endfor %}", "in the filter"),
+        ("{{ range(99999)|batch(1)|list|tojson }}" * 20, "in the filter"),
         ("{{ 'x' * 999999999 }}", "999999999"),
         ("{{ 9 ** 99999999 }}", "99999999"),
     ],
@@ -31,6 +33,13 @@ def render(source: str, **kwargs: object) -> str:
 def test_a_template_that_does_not_end_is_refused(source: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MOST_STEPS", 20_000)
     with pytest.raises((TemplateStuck, RecursionError), match=found):
+        render(source)
+
+
+def test_a_template_that_takes_long_in_few_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MOST_SECONDS", 0.2)
+    source = "{% set xs = range(99999)|list %}{% for i in range(9999) %}{{ xs == xs[::-1] }}{% endfor %}"
+    with pytest.raises(TemplateStuck, match=r"over 0\.2 s, in the loop"):
         render(source)
 
 

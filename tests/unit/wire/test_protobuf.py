@@ -38,6 +38,13 @@ def test_other_bytes_are_a_value_error(data: bytes) -> None:
         assert all(fields(data).values())
 
 
+@given(st.integers(-(2**63), -1))
+def test_a_length_below_zero_is_refused(length: int) -> None:
+    """Such a length would lead back to bytes that were read, for ever."""
+    with pytest.raises(ValueError, match="expected a message"):
+        fields(b"\x0a" + field(0, length)[1:])
+
+
 def test_a_cut_message_is_refused() -> None:
     message = field(1, "model") + field(2, 2**40)
     for length in (1, 3, len(message) - 1):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of_role
@@ -334,7 +335,7 @@ def _file(tensors: Mapping[str, Header], name: str) -> str:
 def _listed(index: Path) -> dict[str, str] | str:
     """Return an index's weight_map (tensor -> file), or the text found in its place."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = json.loads(text_of(index))["weight_map"]
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         return repr(error)
     if not isinstance(found, dict) or not found:

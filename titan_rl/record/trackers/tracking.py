@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config
 from titan_rl.isolation import outside
 from titan_rl.record.curves import edges_of
@@ -239,8 +240,8 @@ class Trackers:
 
 def read_ids(folder: Path) -> dict[str, Any]:
     """Return the ids of a folder's runs by tracker, and how often it has begun."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / IDS).read_text())
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(text_of(folder / IDS))
         if isinstance(found, dict) and isinstance(found.get("attempt", 0), int):
             return found
     return {}
