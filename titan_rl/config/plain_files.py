@@ -9,6 +9,9 @@ from pathlib import Path
 class NotAFile(OSError):
     """A path leads to something else than a file; str() names both."""
 
+    def __str__(self) -> str:
+        return f"{self.strerror} at {self.filename}"
+
 
 def bytes_of(path: Path) -> bytes:
     """Return a file's bytes. Raise NotAFile at once for a FIFO, a device, a socket or a folder."""

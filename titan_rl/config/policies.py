@@ -24,7 +24,7 @@ KEYS = (
     *("checkpoint.interval", "checkpoint.keep_latest_k", "debug.seed", "job.description"),
 )
 """Keys of other sections that a policy may override."""
-NAME = re.compile(r"[a-z0-9_]+")
+NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 
 def own_tables(file: str, tables: Any, policy: str, problems: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:

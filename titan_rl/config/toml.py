@@ -299,7 +299,7 @@ def problems_of_names(names: Sequence[str], overrides: Sequence[tuple[str, str]]
     """Yield a problem for each bad name of a policy, and for each flag of an unknown policy."""
     for name in names:
         if not NAME.fullmatch(name):
-            yield f"[{POLICIES}.{name}]: expected a name of letters a to z, digits and _"
+            yield f"[{POLICIES}.{name[:80]}]: expected a name of at most 40 letters a to z, digits and _"
     for flag, _ in overrides:
         section, _, rest = flag.partition(".")
         if section == POLICIES and (name := rest.partition(".")[0]) not in names:

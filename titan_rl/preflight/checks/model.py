@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_rl.config.plain_files import text_of
+from titan_rl.config.plain_files import refuse_other, text_of
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of_role
@@ -353,6 +353,7 @@ def _headers(path: Path) -> dict[str, Header] | str:
 
     opened: Any = safe_open
     try:
+        refuse_other(path)
         with path.open("rb"), opened(str(path), framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             return {n: Header(path.name, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
