@@ -205,6 +205,8 @@ async def served_models(setup: "Setup", bound: socket.socket, key: str, terminal
                 for path in await service.close():
                     terminal.note(f"saved {path}")
             await endpoint.close()
+            if trained:
+                service.refuse_unsaved()
     return DONE
 
 

@@ -8,6 +8,7 @@ is listened on. How the policy samples is up to the run's config; a client may l
 """
 
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -34,6 +35,10 @@ MOST_BYTES = 64 << 20  # request body
 WAITING_CONNECTIONS = 4096
 SHUTDOWN_SECONDS = 5.0
 
+SILENT = logging.getLogger(f"{__name__}.protocol")
+"""For aiohttp's words on requests that are no HTTP: a traceback each, which anybody could have the server print."""
+SILENT.setLevel(logging.CRITICAL)
+
 Body = Mapping[str, Any]
 Answers = Callable[[AgentSession, Body], Awaitable[tuple[Any, list[Any]]]]
 """Answers a request: returns its reply, and the same as the chunks of a stream."""
@@ -53,7 +58,9 @@ class OpenAIEndpoint:
         app.router.add_post(f"{self.root}/v1/completions", self._route(self._complete))
         app.router.add_post(f"{self.root}/inference/v1/generate", self._route(self._generate))
         # A turn whose client is gone is cancelled with its handler.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, logger=SILENT
+        )
 
     async def listen(self, bound: socket.socket | None = None) -> None:
         """Listen on a bound socket, or on a port that the system chooses."""

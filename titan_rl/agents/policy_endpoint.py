@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from titan_rl.agents.agent_session import AgentSession, Asks, Refused, ServedTurn, Wish
+from titan_rl.agents.agent_session import CODES, AgentSession, Asks, Refused, ServedTurn, Wish
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.openai_endpoint import Answers, Body, OpenAIEndpoint, authorize, bad_request, json_body, replied
@@ -27,6 +27,7 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
 from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
 
+MOST_CHARACTERS = 2**16  # of a prompt that is always read
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
 MOST_KEPT = 2**20  # largest top_k; 0 and -1: all
@@ -66,6 +67,8 @@ class PolicyEndpoint(OpenAIEndpoint):
             chosen = body.get("sampling_params") or body
             sampling, seed, stops, n = self._wishes(chosen if isinstance(chosen, dict) else {})
             each = [{**one, "n": 1} for one in one_by_one(body) for _ in range(n)]
+            for one in each[::n]:
+                self._refuse_long(one)
             if len(each) > MOST_ANSWERS:
                 raise bad_request(f"n, prompt: expected at most {MOST_ANSWERS} answers, found {len(each)}")
             sessions = [self._fresh(sampling, seed + i, stops) for i in range(len(each))]
@@ -73,6 +76,14 @@ class PolicyEndpoint(OpenAIEndpoint):
             return await replied(request, body, *together(replies))
 
         return handled
+
+    def _refuse_long(self, body: Body) -> None:
+        """Refuse a text that is longer than the context for whatever tokens it has: to find these would keep every
+        other client waiting."""
+        most = max(MOST_CHARACTERS, self._context * self._renderer.tokenizer.longest_token)
+        if (found := sum(map(characters, (body.get(key) for key in ("prompt", "messages", "tools"))))) > most:
+            text = f"a prompt of {found:,} characters has more than {self._context} tokens (context_overflow)"
+            raise Refused(HTTPStatus.BAD_REQUEST, CODES["context_overflow"], text)
 
     def _wishes(self, body: Body) -> tuple[Sampling, int, Sequence[str], int]:
         """Return how to sample, the seed, the texts that end an answer, and the number of answers per prompt."""
@@ -198,6 +209,15 @@ class OneAnswer(AgentSession):
         if (text, message) == (served.text, served.message):
             return served
         return served._replace(text=text, message=message, sampled=served.sampled._replace(finish="stop"))
+
+
+def characters(value: Any) -> int:
+    """Return the number of characters, keys and numbers in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(characters(key) + characters(part) for key, part in value.items())
+    return sum(map(characters, value)) if isinstance(value, list) else int(value is not None)
 
 
 def first_part(text: str, stops: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from titan_rl.agents.openai_endpoint import json_body
+from titan_rl.agents.openai_endpoint import SILENT, json_body
 from titan_rl.tinker.messages import BadInput, address
 from titan_rl.tinker.service import Answer, Failed, NotFound, Service
 from titan_rl.wire.errors import RunError
@@ -68,7 +68,7 @@ class TinkerEndpoint:
         app.router.add_post("/api/v1/forward_backward", self._forward_backward)
         app.router.add_post("/api/v1/retrieve_future", self._fetch)
         app.router.add_post("/api/v1/sessions/{session}/finish", self._finish)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS, logger=SILENT)
 
     async def listen(self, bound: socket.socket) -> None:
         await self._runner.setup()

@@ -26,6 +26,7 @@ from titan_rl.config.plain_files import text_of
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.plan import Setup
+from titan_rl.record.run_folder import folder_lost
 from titan_rl.tinker import messages
 from titan_rl.tinker.messages import BadInput
 from titan_rl.wire.adapters import LAYERS, targets
@@ -139,9 +140,12 @@ class Service:
         return session
 
     async def run(self) -> None:
-        """End sessions that send no heartbeats, until a mesh fails."""
+        """End sessions that send no heartbeats, until a mesh fails or the folder is removed."""
+        before = self._setup.folder.stat()
         while True:
             await asyncio.wait({self.failed}, timeout=SWEEP_SECONDS)
+            if (lost := folder_lost(self._setup.folder, before)) is not None:
+                self.fail(lost)
             if self.failed.done():
                 self.failed.result()
             now = time.monotonic()
@@ -167,8 +171,17 @@ class Service:
         return paths
 
     async def close(self) -> list[str]:
-        """End all sessions, and return the paths of the models that were saved."""
+        """End all sessions, and return the paths of the models that were saved. Sessions whose models cannot be saved
+        stay."""
         return [path for session in [*self.sessions.values()] for path in await self.end_session(session)]
+
+    def refuse_unsaved(self) -> None:
+        """Raise RunError if a session is left after `close`."""
+        if lost := [model.id for session in self.sessions.values() for model in session.models.values()]:
+            raise RunError(
+                f"{len(lost)} models could not be saved: {', '.join(lost)}",
+                f"Their steps since the last save are lost. Expected free space, and permission to write in {self.root}.",
+            )
 
     def fail(self, error: RunError) -> None:
         """Give every call that waits an error: the server is about to end."""
@@ -190,7 +203,7 @@ class Service:
             return f"{model.id}:{seq}"
         try:
             work = prepare(model, body)
-        except (BadInput, NotFound):
+        except Exception:  # also an unforeseen one: a call that never came would stop the model for ever
             if seq >= model.next:
                 model.waiting.setdefault(seq, None)
                 self._advance(model)

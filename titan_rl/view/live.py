@@ -47,7 +47,10 @@ class LiveRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request that has the token and names this host: a page of another site has neither."""
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # no address that the server printed
+            url = urlsplit("")
         token = parse_qs(url.query).get("token", [""])[0]
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host not in ("127.0.0.1", "localhost") or not secrets.compare_digest(

@@ -1,6 +1,7 @@
 """The endpoint of `titan_rl.serve` on a real socket: any client, its own sampling, nothing ignored."""
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -201,6 +202,32 @@ async def test_an_answer_is_at_most_as_long_as_the_context_has_room(tmp_path: Pa
         _, answer = await client.post("/completions", {"prompt": "1+1=", "max_tokens": 100})
         assert answer["choices"][0]["finish_reason"] == "length"
     assert engines.asked[0].sampling.max_new_tokens == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_prompt_that_no_context_holds_is_refused_unread(tmp_path: Path, seed: int) -> None:
+    draw, renderer = random.Random(seed), writing(tmp_path)
+    text = "".join(draw.choices("19+= a", k=100)) * draw.randrange(10_000, 400_000)
+    body = draw.choice([{"prompt": text}, {"prompt": ["1=", text], "n": 2}, {"prompt": text, "echo": True}])
+
+    async with serving(renderer, Engines(renderer, "1")) as client:
+        status, answer = await client.post("/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"a prompt of {len(text):,} characters has more than 64 tokens" in answer["error"]["message"]
+
+
+async def test_words_that_are_no_http_are_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A traceback for each would let anybody fill the log."""
+    renderer = writing(tmp_path)
+
+    async with serving(renderer, Engines(renderer, "1")) as client:
+        for words in (b"GET /\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9.9\r\nA\0: b\r\n\r\n"):
+            host, port = client.url.removeprefix("http://").removesuffix("/v1").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(words)
+            assert await reader.read()
+            writer.close()
+    assert not caplog.records
 
 
 async def test_only_the_key_opens_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from titan_rl.config.sections import Config, LoraSection
 from titan_rl.tinker import service as module
 from titan_rl.tinker.messages import BadInput
 from titan_rl.tinker.service import Failed, NotFound, Service
-from titan_rl.wire.errors import RankDied
+from titan_rl.wire.errors import RankDied, RunError
 from titan_rl.wire.served import FACTS
 
 LORA = {"rank": 4}
@@ -144,6 +144,48 @@ def test_a_full_disk_fails_one_call(tmp_path: Path) -> None:
         assert await service.fetch(service.call(service.save_weights, {"model_id": model, "seq_id": 2, "path": "a"}), 5)
 
     on_loop(test, tmp_path)
+
+
+def test_steps_that_a_full_disk_loses_are_named_at_the_end(tmp_path: Path) -> None:
+    async def test(service: Service, trainers: Trainers, warnings: list[str]) -> None:
+        _, model = await created(service)
+        await service.fetch(service.call(service.optim_step, {**ADAM, "model_id": model, "seq_id": 1}), 5)
+        trainers.problem = "OSError: no space left"
+        assert await service.close() == []
+        with pytest.raises(RunError, match=f"1 models could not be saved: {model}"):
+            service.refuse_unsaved()
+        trainers.problem = ""
+        assert await service.close() == [f"tinker://{model}/weights/unsaved-1"]
+        service.refuse_unsaved()
+
+    on_loop(test, tmp_path)
+
+
+def test_a_call_that_fails_in_an_unforeseen_way_has_had_its_turn(tmp_path: Path) -> None:
+    def fails(model: object, body: object) -> Any:
+        raise ZeroDivisionError
+
+    async def test(service: Service, trainers: Trainers, warnings: list[str]) -> None:
+        _, model = await created(service)
+        with pytest.raises(ZeroDivisionError):
+            service.call(fails, {"model_id": model, "seq_id": 1})
+        later = service.call(service.optim_step, {**ADAM, "model_id": model, "seq_id": 2})
+        assert await service.fetch(later, 5) == {"metrics": {"grad_norm:mean": 1.0, "lr:mean": 0.1}}
+
+    on_loop(test, tmp_path)
+
+
+def test_a_removed_folder_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(service: Service, trainers: Trainers, warnings: list[str]) -> None:
+        monkeypatch.setattr(module, "SWEEP_SECONDS", 0.01)
+        serving = asyncio.create_task(service.run())
+        await asyncio.sleep(0)
+        (tmp_path / "run").rmdir()
+        with pytest.raises(RunError, match="was removed or renamed"):
+            await serving
+
+    (tmp_path / "run").mkdir()
+    on_loop(test, tmp_path / "run")
 
 
 def test_a_dead_rank_answers_every_call(tmp_path: Path) -> None:
