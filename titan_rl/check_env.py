@@ -21,6 +21,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
+from titan_rl.fetch.models import FetchFailed, with_models
 from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
@@ -118,9 +119,9 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
         if options.name.startswith("openenv:"):
             overridden = {"hosts.isolation": "off", **overridden}
     try:
-        return config_file.load(config_file.find(base), list(overridden.items()))
-    except ConfigError as error:
-        raise Refused("; ".join(error.problems)) from error
+        return with_models(config_file.load(config_file.find(base), list(overridden.items())))
+    except (ConfigError, FetchFailed) as error:
+        raise Refused("; ".join(getattr(error, "problems", [str(error)]))) from error
 
 
 def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:

@@ -167,6 +167,8 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
         raise ExportRefused(f"{source.folder} cannot be read: {reason}", FAILED) from error
+    if spoilt := model.not_finite():
+        raise ExportRefused(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
     sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))

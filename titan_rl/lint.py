@@ -14,6 +14,7 @@ from rich.text import Text
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
+from titan_rl.fetch.models import FetchFailed, with_models
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_template_keys, inspected
 from titan_rl.preflight.load import read
@@ -36,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SOUND
     arguments = read(argv)
     try:
-        config = config_file.load(config_file.find(arguments.config), arguments.overrides)
-    except ConfigError as error:
-        refuse(arguments.config, [*arguments.problems, *error.problems])
+        config = with_models(config_file.load(config_file.find(arguments.config), arguments.overrides))
+    except (ConfigError, FetchFailed) as error:
+        refuse(arguments.config, [*arguments.problems, *getattr(error, "problems", [str(error)])])
     shape, unusable = usable_shape(config)
     problems = [*arguments.problems, *unusable, *check_template_keys(config)]
     tokenizer = policy_tokenizer(config)

@@ -48,6 +48,10 @@ class CheckpointModel(TitanModel):
         if of_earlier_version(folder):
             reorder(shape, self.model.named_parameters())
 
+    def not_finite(self) -> str:
+        """Return the name of a tensor with NaN or an infinity, which a few sequences may never reach; or ""."""
+        return next((name for name, tensor in self.by_hf_name.items() if not local(tensor).isfinite().all()), "")
+
     @torch.no_grad()
     def merge(self) -> None:
         """Add the adapters to the weights, and turn them off."""

@@ -53,6 +53,11 @@ def linked(folder: Path) -> None:
             "is missing or not whole: the steps after the cold start are trained again",
         ),
         (remove("checkpoint/step-8/checksums.json"), 6, "step-8: checksums.json is missing, which this run writes"),
+        (
+            lambda folder: other_run("checkpoint/step-8")(folder),
+            6,
+            "the checkpoint of step 8 is damaged, and the checkpoint of step 6 is used instead",
+        ),
         (copied, 6, "step-8: it was written as step-6"),
         (linked, 6, "step-8: it is a link"),
         (remove("ledger.jsonl"), 8, "ledger.jsonl is missing, and the run resumes from step 8"),
@@ -84,6 +89,16 @@ def evaluations(change: Callable[[str], str], name: str = "evaluations.jsonl") -
     return forge
 
 
+def other_run(part: str) -> Callable[[Path], None]:
+    """Put a part of another run of the same shape in the place of this run's."""
+
+    def forge(folder: Path) -> None:
+        path = folder / part / "checksums.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "run": "0123456789abcdef"}))
+
+    return forge
+
+
 def summary(**values: float) -> Callable[[Path], None]:
     def forge(folder: Path) -> None:
         path = folder / "summary.json"
@@ -109,6 +124,12 @@ def summary(**values: float) -> Callable[[Path], None]:
             evaluations(lambda line: line.replace('"step":6', '"step":5'), "evaluation_answers.jsonl"),
             "answers of step 5, of which evaluations.jsonl has no evaluation",
         ),
+        (
+            evaluations(lambda line: line.replace('"text":"', '"text":"8', 1), "evaluation_answers.jsonl"),
+            "the answers are not as the run wrote them",
+        ),
+        (other_run("hf"), "hf: another run wrote it"),
+        (other_run("checkpoint/step-8"), "step-8: another run wrote it"),
         (summary(final_eval=1.0), "summary.json: final_eval is 1.0, "),
         (summary(steps=3), "summary.json: 3 steps, the ledger has 8"),
         (remove("checkpoint/step-8"), "the ledger saved step 8, of which checkpoint has no whole checkpoint"),

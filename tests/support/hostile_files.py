@@ -62,9 +62,13 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
         "",
         "train.jsonl:2: expected a JSON object, found",
     ),
-    (lines(GOOD | {"answer": None}), "", "train.jsonl:1: expected a string or a number in 'answer', found None"),
-    (lines(GOOD | {"answer": True}), "", "train.jsonl:1: expected a string or a number in 'answer'"),
-    (lines(GOOD | {"answer": ["2"]}), "", "train.jsonl:1: expected a string or a number in 'answer'"),
+    (lines(GOOD | {"answer": None}), "", "train.jsonl:1: expected a string, a number, a list or a table in 'answer'"),
+    (lines(GOOD | {"answer": True}), "", "train.jsonl:1: expected a string, a number, a list or a table in 'answer'"),
+    (
+        lines(*(GOOD | {"question": n} for n in range(160))),
+        "",
+        "in 'question', found 0, in all 160 rows alike",
+    ),
     (lines(b'{"question": "1", "answer": NaN}'), "", "train.jsonl:1: expected a finite number in 'answer'"),
     (lines(b'{"question": "1", "answer": 1e999}'), "", "train.jsonl:1: expected a finite number in 'answer'"),
     (lines(GOOD | {"question": None}), "", "train.jsonl:1: expected a string or a list of chat messages"),
@@ -273,6 +277,7 @@ ODD_ROWS: list[tuple[bytes, str]] = [
     (lines(GOOD | {"answer": 2}), ""),
     (lines(GOOD | {"answer": -2.5}), "--task.reward last_number"),
     (lines(GOOD | {"answer": ""}), ""),
+    (lines(GOOD | {"answer": ["2"]}, GOOD | {"answer": {"a": [1]}}), ""),
     (lines(GOOD | {"question": ""}), ""),  # BOS
     (lines(GOOD | {"question": "数\U0001f600\u0000\u202e"}), ""),
     (lines(b'{"question": "\\ud83d\\ude00", "answer": "2"}'), ""),  # both halves

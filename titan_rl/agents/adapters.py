@@ -180,7 +180,10 @@ def textarena(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     with suppress(ValueError):  # there is none of that name
         package.make(f"{id}-raw", **args)
         id = f"{id}-raw"
-    package.make(id, **args)
+    try:
+        package.make(id, **args).reset(num_players=1, seed=0)
+    except AssertionError as error:
+        raise ValueError(f"expected a game for one player, found {id}: {error}") from error
     return lambda: package.make(id, **args)
 
 

@@ -27,7 +27,7 @@ from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.adapters import trained_parameters
-from titan_rl.wire.checkpoint_sums import export_damage
+from titan_rl.wire.checkpoint_sums import export_damage, identify
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
@@ -190,6 +190,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         resume, notes = sound_resume(folder, config)
         notes += [*setup.recorded.missing(config, resume), *export_notes(folder)]
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
+    identify(folder)
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)

@@ -9,8 +9,8 @@ child, and is one line.
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from titan_rl.agents.adapters import MAKERS
 from titan_rl.agents.agent_session import OFFERED
@@ -34,7 +34,7 @@ from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
-IMPORTING, CALLING, CONSTRUCTED, RESET = "importing", "calling", "constructed", "reset"
+IMPORTING, CALLING, CONSTRUCTED, RESET, TOOLS = "importing", "calling", "constructed", "reset", "tools"
 STAGES = {
     IMPORTING: "be imported",
     CALLING: "return a number for the first row",
@@ -65,13 +65,23 @@ def probe(
     question = Question(key, name, prompt, arguments, environment)
     longest = max(seconds, environment.turn_seconds)
     answer = ask(f"{__name__}:answer", question, seconds=seconds, longest=longest, lines=len(STAGES))
-    stages = [line for line in answer.lines if line in STAGES]
-    if answer.failed or len(stages) == len(answer.lines):
+    _tools[name] = next((line[TOOLS] for line in answer.lines if isinstance(line, dict)), [])
+    texts = [line for line in answer.lines if isinstance(line, str)]
+    stages = [line for line in texts if line in STAGES]
+    if answer.failed or len(stages) == len(texts):
         limit = environment.turn_seconds if stages[-1:] == [RESET] else seconds
         within = f" within {limit:g} s" if answer.late else ""
         yield f"{key}: expected {name!r} to {STAGES[stages[-1] if stages else IMPORTING]}{within}, found {answer.ended}"
-    elif found := answer.lines[-1]:
+    elif found := texts[-1]:
         yield found
+
+
+_tools: dict[str, list[Any]] = {}
+
+
+def tools_found(name: str) -> list[Any]:
+    """Return the schemas of the tools that an environment offered when it was probed."""
+    return _tools.get(name, [])
 
 
 def untokenized(example: Example, task: TaskSection) -> Prompt:
@@ -98,7 +108,7 @@ def problem_of(question: Question, begin: Write) -> str:
 
     async def rehearse(make: Maker | None) -> None:
         if make is not None and prompt is not None and name.partition(":")[0] not in MAKERS:
-            await _rehearse(make, prompt, environment, next_stage)
+            begin({TOOLS: await _rehearse(make, prompt, environment, next_stage)}, None)
 
     begin(IMPORTING, None)
     try:
@@ -130,8 +140,10 @@ def problem_of(question: Question, begin: Write) -> str:
     return ""
 
 
-async def _rehearse(make: Maker, prompt: Prompt, e: EnvironmentSection, begin: Callable[[str, str], None]) -> None:
-    """Make an environment as a rollout of this prompt would, reset it and close it."""
+async def _rehearse(
+    make: Maker, prompt: Prompt, e: EnvironmentSection, begin: Callable[[str, str], None]
+) -> list[Mapping[str, Any]]:
+    """Make an environment as a rollout of this prompt would, reset it and close it. Return its tools' schemas."""
     begin(CONSTRUCTED, "construct")
     declared = [] if e.python else parameters_of(make)
     names = [p.name for p in declared]
@@ -147,7 +159,7 @@ async def _rehearse(make: Maker, prompt: Prompt, e: EnvironmentSection, begin: C
                 raise TypeError(f"a step() that does not take one reply: {error}") from error
         begin(RESET, "reset for the first row")
         messages_from(await reset_environment(environment, e.name, offered))
-        Toolbox(tools_of(environment))
+        return list(Toolbox(tools_of(environment)).schemas)
 
 
 async def _load_agent(name: str, e: EnvironmentSection) -> None:

@@ -291,19 +291,19 @@ def exports_whole(history: History) -> Iterator[str]:
 
 
 def answers_agree(history: History) -> Iterator[str]:
-    """The stored answers have the rewards of evaluations.jsonl."""
+    """The stored answers have the rewards of evaluations.jsonl, and are as they were written."""
     if not all((history.folder / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
         return
     rewards = {
-        (line["kind"], line["step"], line["set"]): line["rewards"]
+        (line["kind"], line["step"], line["set"]): (line["rewards"], line.get("answers"))
         for _, _, line in objects(history.folder / EVALUATIONS, EVALUATION)
         if isinstance(line, dict)
     }
-    for at, _, line in objects(history.folder / ANSWERS, STORED):
+    for at, raw, line in objects(history.folder / ANSWERS, STORED):
         if isinstance(line, str):
             yield line
             continue
-        found = rewards.get((line["kind"], line["step"], line["set"]))
+        found, sum = rewards.get((line["kind"], line["step"], line["set"]), (None, None))
         if found is None:
             if history.written(line["step"]):
                 yield f"{at}: answers of step {line['step']}, of which {EVALUATIONS} has no evaluation"
@@ -317,6 +317,8 @@ def answers_agree(history: History) -> Iterator[str]:
         except (KeyError, IndexError, TypeError) as error:
             yield f"{at}: {type(error).__name__}: {error}"
             continue
+        if sum is not None and zlib.crc32(raw) != sum:
+            yield f"{at}: the answers are not as the run wrote them: {EVALUATIONS} has another checksum"
         for (problem, sample), (reward, expected) in stored.items():
             if reward != expected:
                 yield f"{at}: problem {problem}, sample {sample} has the reward {reward}, {expected} in {EVALUATIONS}"

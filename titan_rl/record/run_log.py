@@ -141,11 +141,19 @@ class RunLog(SelfClosing):
 
     def evaluations(self, step: int, found: Sequence[Evaluation], *, kind: Kind = "eval") -> None:
         """Log what evaluations after a step found, before the step's metrics."""
+        sums = [dict[str, int]() for _ in found]
+
+        def answers() -> Iterator[bytes]:
+            for each, own in zip(found, sums, strict=True):
+                line = encode({**head, **each.answers_line()})
+                own["answers"] = checksum([line])
+                yield line
+
         if found:
             head = {"kind": kind, "step": step, "time": time.time()}
             if any(answer.rollout is not None for each in found for answer in each.all):
-                self._answers.append(encode({**head, **each.answers_line()}) for each in found)
-            self._evaluations.append([encode({**head, **each.line}) for each in found])
+                self._answers.append(answers())
+            self._evaluations.append([encode({**head, **e.line, **own}) for e, own in zip(found, sums, strict=True)])
 
     def summary(self, summary: Mapping[str, Any], state: State = "finished") -> None:
         with must_write(self.folder / "summary.json"):
@@ -302,7 +310,7 @@ def open_after(path: Path, last: Mapping[str, float], warn: Callable[[str], None
     """
 
     def sound(line: bytes) -> bool:
-        return HEAD.match(line) is not None and line.endswith(b"}\n") and JOINED not in line
+        return HEAD.match(line) is not None and line.endswith(b"}\n") and JOINED not in line and b"\0" not in line
 
     def stays(line: bytes) -> bool:
         head = HEAD.match(line)

@@ -100,7 +100,8 @@ def _read_files(source: DataSource, files: tuple[FileState, ...], limit: int | N
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if problems and not (source.skip_bad_rows and examples):
-        if not examples and len({problem.partition(": ")[2] for problem in problems}) == 1 < len(problems):
+        alike = {problem.partition(": ")[2].partition(", found ")[0] for problem in problems}
+        if not examples and len(alike) == 1 < len(problems):
             problems = [f"{problems[0]}, in all {len(problems)} rows alike"]  # a key, not a row, is wrong
         raise BadRows(problems, source.path)
     if not examples:
@@ -151,10 +152,10 @@ def _answer_text(value: Any, column: str) -> str:
     """Return an answer as text: also of a conversation that consists of it, and of a table, as JSON."""
     if _is_chat(value) and len(value) == 1 and isinstance(value[0]["content"], str):
         return value[0]["content"]
-    if isinstance(value, Mapping | list) and "." in column:  # a ground truth that only its own reward function reads
+    if isinstance(value, Mapping | list):  # a ground truth that only its own reward function reads
         return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"expected a string or a number in {column!r}, found {_short(value)}")
+        raise ValueError(f"expected a string, a number, a list or a table in {column!r}, found {_short(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"expected a finite number in {column!r}, found {value}")
     return str(value)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+MOST_ROWS = 2**24  # a file of a few kilobytes can have more than any memory holds
 BATCH = 1024  # rows that are in memory as Arrow has them
 
 
@@ -17,6 +18,8 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             names = file.schema_arrow.names
             if twice := next((name for name in names if names.count(name) > 1), ""):
                 raise ValueError(f"the column {twice!r} twice")
+            if (count := file.metadata.num_rows) > MOST_ROWS:
+                raise ValueError(f"{count:,} rows, of at most {MOST_ROWS:,}")
             number = 0
             for batch in file.iter_batches(BATCH):
                 for row in batch.to_pylist():

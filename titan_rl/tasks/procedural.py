@@ -7,10 +7,13 @@ apart that they never share one; problems that are held out by their text too ar
 """
 
 import json
+import math
+import resource
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -28,6 +31,8 @@ RESERVED = ("seed", "size", "weight")
 """Settings that every data set of the package has, and that this project derives; and the key of this project."""
 TRIED = 8
 """Problems of each data set that the checks generate."""
+CPU_SECONDS, MEMORY_BYTES = 20, 2**31
+"""Bounds on these problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +151,28 @@ def set_problems(task: TaskSection) -> Iterator[str]:
         unknown = [setting for setting in table if setting not in known and setting != "weight"]
         for setting in unknown:
             yield f"{key}: there is no key {as_toml(setting)}{did_you_mean(setting, known)}; it has {', '.join(known)}"
-        if not unknown:
-            settings = {setting: value for setting, value in table.items() if setting != "weight"}
-            yield from _unusable(key, ProceduralSet(name, 1.0, settings))
 
 
-def _unusable(key: str, chosen: ProceduralSet) -> Iterator[str]:
-    """Yield why reasoning-gym cannot generate problems with these settings."""
+def try_sets(sets: Sequence[ProceduralSet], write: Callable[[str], None]) -> None:
+    """Write a line when the package is imported, and why each set cannot generate problems, or "", as a process whose
+    time and memory are bounded."""
+    package()
+    write("")
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, resource.RLIM_INFINITY))
+    for each in sets:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = math.ceil(used.ru_utime + used.ru_stime) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        write(_unusable(f"task.datasets.{each.name}", each))
+
+
+def _unusable(key: str, chosen: ProceduralSet) -> str:
+    """Return why reasoning-gym cannot generate problems with these settings, or ""."""
     try:
         entries = [chosen.generator(0)[index] for index in range(TRIED)]
-        if any(entry["answer"] is None for entry in entries):
-            yield f"{key}: expected a data set whose problems have an answer, found one without"
     except Exception as error:  # the package checks its settings by assertions, and generates with any of them
-        yield f"{key}: expected settings that reasoning-gym accepts, found {type(error).__name__}: {error}"
+        found = f"more than {MEMORY_BYTES >> 30} GiB" if isinstance(error, MemoryError) else str(error)
+        return f"{key}: expected settings that reasoning-gym accepts, found {type(error).__name__}: {found}"
+    lacking = any(entry["answer"] is None for entry in entries)
+    return f"{key}: expected a data set whose problems have an answer, found one without" if lacking else ""

@@ -180,7 +180,7 @@ class Service:
         if lost := [model.id for session in self.sessions.values() for model in session.models.values()]:
             raise RunError(
                 f"{len(lost)} models could not be saved: {', '.join(lost)}",
-                f"Their steps since the last save are lost. Expected free space, and permission to write in {self.root}.",
+                f"Steps since their last save are lost. Expected free space, and permission to write in {self.root}.",
             )
 
     def fail(self, error: RunError) -> None:

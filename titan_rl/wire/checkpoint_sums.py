@@ -4,25 +4,31 @@
     step-20/checksums.json      the bytes and the sum of every file, and the folder's name
     step-20/.metadata           renamed into place last; only then does the checkpoint count
 
+RUN/.id names the run, so that files of another run, whose sums are right too, do not count in this one's folder.
+
 Checkpoints without checksums.json were written by an earlier version. They are not compared. The .metadata of every
 checkpoint is searched for calls (checkpoint_pickle.py), with matching sums too: an attacker can change both.
 """
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
+from titan_rl.config.plain_files import text_of
 from titan_rl.wire.checkpoint_pickle import foreign_content
 
 FOLDER = "checkpoint"
 """Folder of a run's checkpoints, in its dump folder."""
 METADATA = ".metadata"
 SUMS = "checksums.json"
+RUN_ID = ".id"
 ALGORITHM = "xxh3_128"  # faster than crc32 and sha256
 THREADS = 8  # read files concurrently; hashing releases the GIL
 BLOCK = 8 << 20  # bytes
@@ -51,11 +57,26 @@ class SummedFile:
         return FileSum(self._nbytes, self._hashed.hexdigest())
 
 
+def identify(run: Path) -> None:
+    """Give a run's folder a random name that its checkpoints and exports bear, unless it has one."""
+    if not (run / RUN_ID).exists():
+        (run / RUN_ID).write_text(secrets.token_hex(8))
+
+
+def _run_of(folder: Path) -> str:
+    """Return the name of the run that a folder is in; "" if it is in none, or in one of an earlier version."""
+    for parent in [*folder.absolute().parents][:3]:  # RUN/checkpoint/critic/step-20
+        with suppress(OSError, ValueError):
+            return text_of(parent / RUN_ID)
+    return ""
+
+
 def write_sums(folder: Path, sums: Mapping[str, FileSum], name: str = "") -> None:
-    """Write them to disk, with the folder's name if it counts under that one alone. It does not count yet, so this need
-    not be atomic."""
+    """Write them to disk, with the run's name, and the folder's if it counts under that one alone. It does not count
+    yet, so this need not be atomic."""
+    names = {key: value for key, value in (("run", _run_of(folder)), ("name", name)) if value}
     with (folder / SUMS).open("w") as file:
-        json.dump({"algorithm": ALGORITHM, **({"name": name} if name else {}), "files": sums}, file, indent=1)
+        json.dump({"algorithm": ALGORITHM, **names, "files": sums}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -79,10 +100,13 @@ def changed(folder: Path, *, read: bool = False) -> str:
         saved = json.loads((folder / SUMS).read_bytes())
         expected = {name: FileSum(int(nbytes), str(digest)) for name, (nbytes, digest) in saved["files"].items()}
         algorithm, written_as = saved["algorithm"], saved.get("name", folder.name)
+        own, writer = _run_of(folder), saved.get("run", "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{SUMS} cannot be read: {str(repr(error))[:200]}"
     if algorithm != ALGORITHM:
         return f"{SUMS}: expected sums of the kind {ALGORITHM}, found {str(algorithm)[:40]}"
+    if own and writer and own != writer:
+        return "another run wrote it"
     if written_as != folder.name:
         return f"it was written as {str(written_as)[:40]}"
     weights = sorted(path.name for pattern in WEIGHTS for path in folder.glob(pattern))

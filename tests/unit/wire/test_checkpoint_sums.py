@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from titan_rl.wire.checkpoint_pickle import foreign_content
-from titan_rl.wire.checkpoint_sums import SUMS, SummedFile, damage, export_damage, sum_files, write_sums
+from titan_rl.wire.checkpoint_sums import (
+    SUMS,
+    SummedFile,
+    changed,
+    damage,
+    export_damage,
+    identify,
+    sum_files,
+    write_sums,
+)
 
 
 def flip(path: Path) -> None:
@@ -140,6 +150,27 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) 
     assert damage(folder) == ""
     folder.rename(moved := tmp_path / "step-10")
     assert damage(moved) == "it was written as step-8"
+
+
+def test_a_checkpoint_or_model_of_another_run_does_not_count(tmp_path: Path) -> None:
+    for run, own in (("a", True), ("b", True), ("old", False)):
+        for part in ("checkpoint/step-8", "checkpoint/critic/step-8", "hf"):
+            (tmp_path / run / part).mkdir(parents=True)
+        if own:
+            identify(tmp_path / run)
+        for part in ("checkpoint/step-8", "checkpoint/critic/step-8"):
+            write(tmp_path / run / part, {".metadata": [pickle.dumps("names")]}, written_as="step-8")
+        (tmp_path / run / "hf" / "model.safetensors").write_bytes(b"same")
+        sum_files(tmp_path / run / "hf")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    identify(tmp_path / "moved")
+    identify(tmp_path / "old")  # it is resumed: what an earlier version wrote counts
+    for run in ("moved", "b", "old"):
+        assert not damage(tmp_path / run / "checkpoint" / "step-8", read=True)
+        assert not export_damage(tmp_path / run / "hf", read=True)
+    for part in ("checkpoint/step-8", "checkpoint/critic/step-8", "hf"):
+        shutil.copytree(tmp_path / "moved" / part, tmp_path / "b" / part, dirs_exist_ok=True)
+        assert changed(tmp_path / "b" / part) == "another run wrote it"
 
 
 def test_an_exported_model_is_compared_with_its_sums(tmp_path: Path) -> None:

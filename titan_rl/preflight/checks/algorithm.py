@@ -139,6 +139,8 @@ def _check_estimators(config: Config) -> Iterator[str]:
         (each and charged, "kl_in", f'"loss", {because} normalizes each reward by itself'),
         (a.advantage == "length_weighted" and a.credit == "turn", "credit", f'"outcome", {because} weighs rollouts'),
         (best and (a.pass_k == 1 or a.pass_k > size), "pass_k", f"0, or 2 to rollout.group_size = {size}"),
+        (a.pass_k and not best, "pass_k", f"0, {because} does not use it"),
+        (a.length_target and not target, "length_target", f"0, {length} does not use it"),
         (a.advantage == "teacher" and shaped, "length_reward", f'"none", {because} uses no rewards'),
         (kimi and a.advantage == "greedy", "length_reward", f'"none" or "target", {because} is outside the group'),
         (target and not a.length_target, "length_target", f"at least 1, {length}"),
@@ -259,6 +261,11 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
         yield wrong("debug.seed", f"a value below 2^32 = {SEEDS}, because vLLM takes no other")
     if config.algorithm.distill_top_k > shape.vocab_size:
         yield wrong("algorithm.distill_top_k", f"at most the vocabulary, {shape.vocab_size}")
+    most = math.log(shape.vocab_size)
+    if config.algorithm.kind == "rl" and config.algorithm.entropy_target >= most:
+        yield wrong(
+            "algorithm.entropy_target", f"a value below {most:.2f}, the entropy of {shape.vocab_size} equal odds"
+        )
     batch = g.max_num_batched_tokens or max(BATCHED_TOKENS, g.max_model_len or config.training.seq_len)
     if g.max_num_seqs > batch:
         yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")
@@ -315,6 +322,8 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             f"optimizer.lr is {config.optimizer.lr:g}, which looks like a whole model's rate: adapters learn best "
             f"at about {WHOLE_MODEL_FACTOR} times that rate"
         )
+    if config.lora.on and not (config.model.hf_assets_path or config.cold_start.steps) and config.training.steps:
+        yield "lora.rank: the frozen weights are drawn at random, as model.hf_assets_path names none"
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         yield (
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '

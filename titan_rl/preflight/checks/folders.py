@@ -25,6 +25,7 @@ OWN_FILES += (
     "timeline.json",
     "trackers.json",
     ".lock",
+    ".id",
 )
 OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling", "trackers", "batches", "replays")
 PATTERN = set("*?[")

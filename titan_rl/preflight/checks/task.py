@@ -15,8 +15,9 @@ from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
+from titan_rl.preflight.child import ask
 from titan_rl.preflight.openings import openings
-from titan_rl.preflight.probe import probe, untokenized
+from titan_rl.preflight.probe import probe, tools_found, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.sandbox.code_tests import check_row, row_tests
@@ -39,6 +40,7 @@ from titan_rl.wire.types import Prompt
 
 ADDITION_HELD_OUT = 2000  # sums out of 10,000; the others are training examples
 MANY_DIGITS = re.compile(r"\d{1000}")  # comparing such numbers takes seconds
+GENERATING_SECONDS = 120.0  # for a process to import reasoning-gym, and for the problems of each set, on a busy machine
 MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
@@ -96,11 +98,27 @@ def _procedural_problems(config: Config) -> Iterator[str]:
     if config.task.name != procedural.NAME:
         return
     yield from procedural.set_problems(config.task)
+    yield from _endless_sets(config.task)
     if config.curriculum.on:
         yield f'curriculum: expected none with task.name = "{procedural.NAME}", whose problems never come back'
     if config.algorithm.kind in PAIRS:
         name = as_toml(config.algorithm.name)
         yield problem(config, "task.name", f'"jsonl" with algorithm.name = {name}, which reads pairs')
+
+
+def _endless_sets(task: TaskSection) -> Iterator[str]:
+    """Have another process generate problems of each sound table: some settings take for ever, or all of the memory."""
+    if any(procedural.set_problems(task)):
+        return
+    sets = procedural.procedural_sets(task)
+    answer = ask(f"{procedural.__name__}:try_sets", sets, seconds=GENERATING_SECONDS, lines=len(sets) + 1)
+    yield from filter(None, answer.lines[1:])  # the first says that the package is imported
+    if answer.failed and answer.lines:
+        key = f"task.datasets.{sets[len(answer.lines) - 1].name}"
+        least = f"{procedural.TRIED} problems within {procedural.CPU_SECONDS} s of the CPU"
+        yield f"{key}: expected settings with which reasoning-gym generates {least}, found {answer.ended}"
+    elif answer.failed:
+        yield f'task.name: expected to import reasoning-gym for "{procedural.NAME}", found {answer.ended}'
 
 
 def _procedural(config: Config) -> tuple[Rows, Rows]:
@@ -359,7 +377,19 @@ def chat_warnings(config: Config) -> list[str]:
     tokenizer = policy_tokenizer(config) if config.task.template == "chat" else None
     found = inspect_template(tokenizer) if tokenizer else []
     keys = {DATE: "task.chat_template_kwargs", END: "rollout.stop_token_ids"}
-    return [f"{keys[finding.check]}: {finding.detail}" for finding in found if finding.check in keys and finding.detail]
+    warned = [f"{keys[each.check]}: {each.detail}" for each in found if each.check in keys and each.detail]
+    return warned + (_unwritten_tools(config, tokenizer) if tokenizer else [])
+
+
+def _unwritten_tools(config: Config, tokenizer: TextTokenizer) -> list[str]:
+    """Return a warning of tools that the chat template does not tell the policy of."""
+    schemas = tools_found(config.environment.name) if config.environment.name else []
+    with suppress(Exception):  # a template may raise any error, which check_chat reports
+        text = tokenizer.chat.render([{"role": "user", "content": "?"}], schemas) if schemas else ""
+        if names := [name for each in schemas if (name := each["function"]["name"]) not in text]:
+            of = "it" if config.task.chat_template else f"that of {tokenizer.folder}"
+            return [f"task.chat_template: {of} does not write the tools, so the policy cannot know {', '.join(names)}"]
+    return []
 
 
 def inspected(config: Config, tokenizer: TextTokenizer) -> Iterator[Finding]:
