@@ -8,9 +8,9 @@ import runpy
 import sys
 
 TABLE = {
-    "run": ("--config X", "train: what no other command is named for"),
+    "run": ("--config X", "train; the command if none is named"),
     "plan": ("--model X", "a run on a cluster: placement, seconds and risks"),
-    "doctor": ("", "what this machine or its install lacks"),
+    "doctor": ("", "problems of this machine and of the install"),
     "check_env": ("NAME", "an environment, played without a model"),
     "lint": ("--config X", "what the chat template does to messages"),
     "fetch": ("NAME", "a pretrained model, or a GGUF file, as a folder"),

@@ -144,6 +144,8 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
 
     try:
         config = alone(config, folder, scratch)
+    except FileNotFoundError as error:
+        raise Refused(f"{error}; a run's paths are relative to the folder in which it was started") from error
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     gpus = NO_GPUS if config.hosts.device == "cpu" else found_gpus()
@@ -171,10 +173,13 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
     read. Seeds, and with them the held-out problems, are the run's."""
     from titan_rl.config.algorithm_sections import AlgorithmSection, CurriculumSection
     from titan_rl.config.model_sections import ColdStartSection, ModelSection
+    from titan_rl.tasks.row_files import row_files
     from titan_rl.wire.model_shape import shape_of_folder
 
     shape = shape_of_folder(str(folder), "FOLDER")
     task = config.task
+    if task.name == "jsonl" and task.eval_path and config.eval.size:
+        row_files(task.eval_path, "task.eval_path")
     files = [task.eval_path, *(str(table.get("path", "")) for table in config.eval.sets.values())]
     return replace(
         config,

@@ -56,7 +56,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--rollout.min_p 1", "rollout.min_p: expected a number >= 0 and < 1, found 1.0"),
     ("--rollout.min_p -0.1", "rollout.min_p: expected"),
     ("--rollout.stop_token_ids [63,64,-1]", "expected tokens of the model's vocabulary, 0 to 63, found 64, -1"),
-    ("--algorithm.entropy_target 50", "algorithm.entropy_target: expected a value below 4.16, the entropy of 64"),
+    ("--algorithm.entropy_target 50", "algorithm.entropy_target: expected a value below 4.16 = ln 64, the vocabulary"),
     ("--algorithm.pass_k 2", 'algorithm.pass_k: expected 0, because algorithm.advantage = "group" does not use it'),
     ("--algorithm.length_target 5", 'algorithm.length_target: expected 0, because algorithm.length_reward = "none"'),
     ("--rollout.stop_token_ids [1.5]", "rollout.stop_token_ids: expected a list of integers"),

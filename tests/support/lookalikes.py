@@ -97,7 +97,7 @@ class Number:
     """TextArena: guess it."""
 
     def reset(self, num_players: int, seed: int | None = None) -> None:
-        assert num_players == 1
+        assert num_players == 1, "The number of players has to be 1"
         self._secret, self._over = str(seed), False
 
     def get_observation(self) -> tuple[int, Any]:

@@ -12,8 +12,9 @@ def main() -> int:
         found = f"{sys.version_info[0]}.{sys.version_info[1]}"
         print(f"titan_rl.doctor: expected Python 3.11 to 3.13, found {found}. Call another one, like .venv/bin/python")
         return 1
-    from titan_rl.wire.program import command_of
+    from titan_rl.wire.program import command_of, outlive_readers
 
+    outlive_readers()
     parser = argparse.ArgumentParser(prog=command_of("doctor"), description="Check this machine and its install.")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for a bug report")
     options = parser.parse_args()

@@ -31,6 +31,7 @@ from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, str
 from titan_rl.record.trackers.messages import COLUMNS, State, has_samples, overview, sample_rows
 from titan_rl.record.trackers.tracking import Trackers
 from titan_rl.wire.kept_sets import size_of
+from titan_rl.wire.program import command_of
 from titan_rl.wire.types import Group, Rollout
 
 TENSORBOARD = "tb"
@@ -164,8 +165,9 @@ class RunLog(SelfClosing):
     @property
     def hints(self) -> list[str]:
         """Where to look at the curves."""
-        tensorboard = [f"tensorboard --logdir {self._tb}"] if self._tb else []
-        return tensorboard + (self._trackers.hints if self._trackers is not None else [])
+        curves = [f"{command_of('view')} {self.folder}"]
+        curves += [f"tensorboard --logdir {self._tb}"] if self._tb else []
+        return curves + (self._trackers.hints if self._trackers is not None else [])
 
     def close(self) -> None:
         for curves in self._curves.values():

@@ -25,6 +25,7 @@ GRADER = "grader"
 """The name of the grader's number among the parts of a verdict."""
 OUTSIDE = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
 """Folders whose code is not the user's."""
+PACKAGES = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
 
 Found = ComponentScore | Exception
 
@@ -238,9 +239,10 @@ def error_text(part: Component, error: Exception) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """Return " at FILE:LINE", the innermost line of the user's code that an exception passed, or "". One of another
-    process carries its place."""
+    """Return " at FILE:LINE", the innermost line of the user's code that an exception passed, or "": of a package that is
+    installed only if nothing else called it. One of another process carries its place."""
     if place := getattr(error, "place", ""):
         return f" at {place}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]
+    frames = [frame for frame in frames if not frame.filename.startswith(PACKAGES)] or frames
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

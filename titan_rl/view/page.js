@@ -326,11 +326,24 @@ VIEWS.samples = () => {
     el("select", { "aria-label": "filter", onchange: (event) => go({ only: event.target.value, prompt: "" }) }, Object.entries(KEEPS).map(([key, text]) => option(key, text, key === (settings.only || "")))),
     el("input", { type: "search", id: "search", placeholder: "text (/)", value: settings.q || "", "aria-label": "search in samples", onchange: (event) => go({ q: event.target.value, prompt: "" }) }),
     el("span", { class: "chips", role: "group", "aria-label": "colour of tokens" }, Object.entries(COLOURS).filter(([key]) => key !== "gap" || hasGaps(run)).map(([key, text]) => el("button", { "aria-pressed": String((settings.colour || "mask") === key), onclick: () => go({ colour: key }) }, text))));
+  const [head, tail] = shared(groups.map((each) => each.prompt));
   const list = el("div", { class: "list", id: "groups" }, groups.map((each) => el("button", { "aria-current": String(each === group), onclick: () => go({ prompt: each.id, at: each.step }) },
-    el("span", { class: "excerpt" }, excerpt(each.prompt)), el("span", { class: "dim" }, `${step === null ? `step ${each.step}, ` : ""}${each.set ? "problem" : "prompt"} ${each.id}: ${number(worst(each) === Infinity ? null : worst(each))} to ${number(best(each) === -Infinity ? null : best(each))}`,
+    el("span", { class: "excerpt" }, excerpt(differs(each.prompt, head, tail))), el("span", { class: "dim" }, `${step === null ? `step ${each.step}, ` : ""}${each.set ? "problem" : "prompt"} ${each.id}: ${number(worst(each) === Infinity ? null : worst(each))} to ${number(best(each) === -Infinity ? null : best(each))}`,
       each.samples.some((s) => s.cut_off) ? `, ${each.samples.filter((s) => s.cut_off).length} cut off` : ""))), groups.length ? null : el("p", { class: "dim", style: "padding:.6rem" }, "No group fits."));
   return [controls, el("div", { class: "samples" }, list, group ? groupView(run, group, settings) : el("div", {}))];
 };
+// How many characters begin and end all prompts, up to a whole word: a system prompt and the template, which tell nothing apart.
+function shared(prompts) {
+  const [first, ...others] = prompts;
+  if (!others.length) return [0, 0];
+  let head = first.length, tail = Math.min(...prompts.map((text) => text.length));
+  for (const text of others) { let k = 0; while (k < head && text[k] === first[k]) k++; head = k; }
+  tail = Math.max(0, tail - head);
+  for (const text of others) { let k = 0; while (k < tail && text[text.length - 1 - k] === first[first.length - 1 - k]) k++; tail = k; }
+  const end = tail ? first.slice(-tail).search(/\s|</) : -1;
+  return [first.slice(0, head).search(/[^\s>]*$/), end < 0 ? 0 : tail - end];
+}
+function differs(prompt, head, tail) { const text = prompt.slice(head, prompt.length - tail); return text.trim() ? text : prompt; }
 // The end of a rendered chat says more than its template's beginning.
 function excerpt(prompt) { const text = prompt.replace(/<\|[^|>]*\|>/g, " ").replace(/\s+/g, " ").trim(); return text.length > 160 ? "…" + text.slice(-160) : text || "(empty)"; }
 const COLOURS = { mask: "sampled", logprob: "log-prob", gap: "gap", version: "version", advantage: "advantage", plain: "plain" };
@@ -349,10 +362,10 @@ function key(colour) {
   return el("p", { class: "dim" }, texts[colour]);
 }
 function sampleView(sample, group, settings) {
-  const parts = Object.entries(sample.rewards || {}), low = sample.reward !== null && sample.reward <= worst(group) && best(group) > worst(group);
+  const parts = Object.entries(sample.rewards || {}), mark = sample.reward === null || best(group) === worst(group) ? "" : sample.reward >= best(group) ? "good" : sample.reward <= worst(group) ? "bad" : "";
   const facts = [["advantage", number(sample.advantage)], ["tokens", number(sample.tokens)], sample.penalty ? ["penalty", number(sample.penalty)] : null,
     ["ended", sample.cut_off ? "cut off" : sample.status === "completed" ? sample.finish : sample.status], sample.turns > 1 ? ["turns", sample.turns] : null, sample.age ? ["age", sample.age] : null, ...parts.map(([name, value]) => [name, number(value)])].filter(Boolean);
-  return el("article", { class: "card", id: `sample-${sample.index}` }, el("div", {}, el("span", { class: "bold " + (low ? "bad" : "good") }, sample.reward === null ? "no reward" : "reward " + number(sample.reward)), el("span", { class: "dim" }, ` sample ${sample.index}`)),
+  return el("article", { class: "card", id: `sample-${sample.index}` }, el("div", {}, el("span", { class: "bold " + mark }, sample.reward === null ? "no reward" : "reward " + number(sample.reward)), el("span", { class: "dim" }, ` sample ${sample.index}`)),
     el("dl", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", { class: name === "ended" && value === "cut off" ? "bad" : "" }, String(value))])),
     sample.error ? el("p", { class: "bad" }, sample.error) : null,
     sample.messages ? el("div", {}, sample.messages.map((message, i) => turnView(message, i, sample.messages.length, settings))) : null,

@@ -10,7 +10,7 @@ import pytest
 from support.chat_folders import chat_folder
 from support.lookalikes import Discrete
 from support.played import Played, playing, prompt_of
-from titan_rl.agents.adapters import action_of, numbers
+from titan_rl.agents.adapters import action_of, numbers, textarena
 from titan_rl.text.tokenizer import OWN_CHAT
 from titan_rl.wire.types import Prompt
 
@@ -88,6 +88,19 @@ def test_a_textarena_game_rewards_its_end(tmp_path: Path, python: str) -> None:
         (outcome,) = played.play([prompt_of("", {"seed": 6})], lambda id, turn: str(5 + turn))
     assert (outcome.reward, outcome.turn_rewards, outcome.metrics) == (1.0, [0.0, 1.0], {"turns": 1})
     assert read(played) == ["<s>guess\nagain", "<s>guess\nagain5</s>guess\nagain"], "its own words are not read twice"
+
+
+def test_a_game_for_two_players_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "class Duel:\n  def reset(self, num_players, seed=None):\n    assert num_players == 2, 'has to be 2'\n"
+        "def make(id):\n  if id.endswith('-raw'): raise ValueError\n  return Duel()\n"
+    )
+    (tmp_path / "textarena.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "textarena", raising=False)
+    with pytest.raises(ValueError, match="expected a game for one player, found TicTacToe-v0: has to be 2"):
+        textarena("TicTacToe-v0", {})
+    monkeypatch.delitem(sys.modules, "textarena", raising=False)
 
 
 @PYTHONS

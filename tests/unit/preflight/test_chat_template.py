@@ -185,6 +185,36 @@ def test_a_dry_run_says_what_turns_cost(tmp_path: Path, capsys: pytest.CaptureFi
     assert "calls as hermes; thinking: keep" in out
 
 
+def test_a_template_that_does_not_write_the_tools_of_the_environment_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop.py").write_text(
+        "class Env:\n  def reset(self): return 'buy'\n  def step(self, reply): return '', 1.0, True, {}\n"
+        "  def price(self, item: str) -> str:\n    'Tell a price.'\n    return '1'\n"
+        "  @property\n  def tools(self): return [self.price]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, template, warned in (
+        ("hermes", "", False),
+        ("own", "{% for m in messages %}{{ m.content }}{% endfor %}", True),
+    ):
+        folder = model(tmp_path / name, "hermes")
+        more = f'chat_template = "{template}"\n' if template else ""
+        toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\n{more}'
+        found = config(tmp_path, f'{toml}[environment]\nname = "shop:Env"\n')
+        problems(found)  # the probe finds the tools
+        said = [each for each in warnings(found) if "does not write the tools" in each]
+        assert bool(said) == warned, (said, problems(found))
+        assert not warned or said[0].endswith("so the policy cannot know price")
+
+
+def test_the_linter_fetches_the_model_that_a_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "model", "hermes")
+    monkeypatch.setattr("titan_rl.fetch.models.model_folder", lambda name, key: folder)
+    (tmp_path / "run.toml").write_text('[model]\nhf_assets_path = "fetch:smollm2"\n[task]\ntemplate = "chat"\n')
+    assert lint.main(["--config", str(tmp_path / "run.toml")]) == 0
+
+
 def test_a_template_that_writes_the_date_is_a_warning(tmp_path: Path) -> None:
     folder = model(tmp_path / "model", "header")
     toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\n'

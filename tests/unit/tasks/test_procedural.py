@@ -1,5 +1,6 @@
 """Endless problems of reasoning-gym: drawn by the seed, mixed by weights, held out, scored by the package."""
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from titan_rl.config.choices import NestedTables
 from titan_rl.config.sections import TaskSection
+from titan_rl.preflight import child
+from titan_rl.preflight.checks.task import _endless_sets
 from titan_rl.tasks.procedural import ENDLESS, Problems, Unfit, procedural, set_problems
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.rewards import Answered
@@ -93,7 +96,6 @@ def test_answers_are_scored_by_the_package() -> None:
         ({}, r"task\.datasets: expected a table \[task\.datasets\.NAME\]"),
         ({"chain_sums": {}}, r'no data set "chain_sums"; did you mean .chain_sum.\?'),
         ({"chain_sum": {"min_term": 2}}, r'chain_sum: there is no key "min_term"; did you mean .min_terms.\?; it has '),
-        ({"chain_sum": {"min_terms": 3, "max_terms": 2}}, r"chain_sum: expected settings that reasoning-gym accepts, "),
         ({"chain_sum": {"weight": 0}}, r"chain_sum\.weight: expected a number above 0"),
         ({"chain_sum": {"weight": "much"}}, r"chain_sum\.weight: expected a number above 0"),
     ],
@@ -104,6 +106,33 @@ def test_wrong_tables_are_named(datasets: dict, problem: str) -> None:
 
 
 def test_sound_tables_have_no_problems() -> None:
-    assert not list(set_problems(TASK))
     lists = {"complex_arithmetic": {"operations": ["+"], "operations_weights": [1.0]}}
-    assert not list(set_problems(replace(TASK, datasets=lists)))
+    for task in (TASK, replace(TASK, datasets=lists)):
+        assert not list(set_problems(task))
+        assert not list(_endless_sets(task))
+
+
+BOUNDLESS: list[tuple[str, dict[str, Any]]] = [  # time, or memory, without end
+    ("chain_sum", {"min_digits": 10**8, "max_digits": 10**8}),
+    ("chain_sum", {"min_terms": 10**7, "max_terms": 10**7}),
+    ("tower_of_hanoi", {"min_disks": 60, "max_disks": 60}),
+]
+
+
+def test_settings_without_a_bound_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that tries them ends, whichever of the sets it is at."""
+    draw, run = (
+        random.Random(20261128),
+        "import titan_rl.tasks.procedural as p; p.CPU_SECONDS, p.MEMORY_BYTES = 1, 2**29; ",
+    )
+    monkeypatch.setattr(child, "PROGRAM", child.PROGRAM.replace("respond({", run + "respond({"))
+    for name, settings in draw.sample(BOUNDLESS, k=2):
+        sets = {"basic_arithmetic": {}, name: settings, "leg_counting": {}}
+        (found,) = list(_endless_sets(replace(TASK, datasets=sets)))[:1]
+        assert found.startswith(f"task.datasets.{name}: expected settings "), found
+
+
+def test_settings_that_the_package_refuses_are_named() -> None:
+    sets = {"leg_counting": {}, "chain_sum": {"min_terms": 3, "max_terms": 2}}
+    (found,) = _endless_sets(replace(TASK, datasets=sets))
+    assert found.startswith("task.datasets.chain_sum: expected settings that reasoning-gym accepts, found Assertion")

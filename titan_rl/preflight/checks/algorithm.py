@@ -263,9 +263,7 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
         yield wrong("algorithm.distill_top_k", f"at most the vocabulary, {shape.vocab_size}")
     most = math.log(shape.vocab_size)
     if config.algorithm.kind == "rl" and config.algorithm.entropy_target >= most:
-        yield wrong(
-            "algorithm.entropy_target", f"a value below {most:.2f}, the entropy of {shape.vocab_size} equal odds"
-        )
+        yield wrong("algorithm.entropy_target", f"a value below {most:.2f} = ln {shape.vocab_size}, the vocabulary")
     batch = g.max_num_batched_tokens or max(BATCHED_TOKENS, g.max_model_len or config.training.seq_len)
     if g.max_num_seqs > batch:
         yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")

@@ -68,7 +68,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("cold_start/step", hidden=True)
         self._run.define_metric("cold_start/*", step_metric="cold_start/step")
-        offline = f"wandb sync {Path(self._run.dir).parent}"
+        offline = f"wandb sync {Path(self._run.dir).parent.parent}/offline-run-*"  # a resumed run has several
         self.where = offline if self._run.offline else self._run.url or ""
 
     def log(self, axis: Axis, step: int, scalars: Mapping[str, float], histograms: Histograms) -> None:
