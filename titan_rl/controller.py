@@ -30,6 +30,7 @@ from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.preflight.memory import measured_trainer
+from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
@@ -345,6 +346,7 @@ class Controller:
             attempt=self.attempt,
             bounds=bounds_of(config),
             bad_rows=self.setup.task.bad_rows,
+            changed=next((cut.changed for cut in cuts(self.setup.folder) if cut.step == start), {}),
         )
         if reward_model is None:
             judge = self.setup.judges.judge(training_rubric(config.task), REWARD_ATTEMPTS)

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import ConfigError, load_of_run
+from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import ANSWERS
 from titan_rl.record.lines import encode, whole_lines
 from titan_rl.record.run_lock import in_use
@@ -182,6 +183,7 @@ def trained(options: argparse.Namespace) -> Picture:
         groups, cut = limited(units, options)
         shown = [sample for group in groups for sample in group]
     notes = [f"the run is active: its newest step is {steps[-1]}"] if in_use(run) else []
+    notes += [f"other settings {cut}" for cut in cuts(run) if any(step > cut.step for step in steps)]
     if samples.damaged:
         notes.append(f"{ROLLOUTS}: {samples.damaged} damaged lines are left out")
     seen = {sample.step for sample in shown}

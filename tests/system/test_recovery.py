@@ -17,6 +17,7 @@ import pytest
 from support.outputs import losses, sampled, shared_memory
 from support.running import Run, Runs
 from titan_rl.record.audit_rules import audit
+from titan_rl.record.config_history import cuts
 from titan_rl.record.ledger import events
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a separate mesh
@@ -196,6 +197,11 @@ def test_steps_without_a_finite_gradient_are_rolled_back_and_change_no_weight(ru
     keys |= {"training__steps": lines[-1]["step"] + 1, "job__resume_changed": True}
     resumed = runs.finish(run.folder, **keys, **dense)
     assert resumed.lines("metrics.jsonl")[-1]["logprob_gap/mean"] <= 1e-5
+    (cut,) = cuts(run.folder)
+    assert cut.changed["task.reward"] == ('"dense_reward:huge"', '"dense_reward:digits"')
+    begun = [event for event in events(run.folder) if event["event"] == "begun"]
+    assert begun[-1]["changed"] == {key: list(values) for key, values in cut.changed.items()}
+    assert not audit(run.folder)[0]
 
 
 def test_a_bad_step_that_its_prompts_cause_is_not_made_again(runs: Runs, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.config.toml import as_toml, schema
+from titan_rl.record.config_history import cuts
 from titan_rl.record.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, Score, number_of
 from titan_rl.record.samples import Sample, Samples
 from titan_rl.record.scores import Difference, independent_difference, paired_difference
@@ -71,6 +72,8 @@ def warnings(runs: Sequence[RecordedRun]) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.unreadable:
             yield f"the settings of {letter} are unknown: {run.unreadable}"
+        for cut in cuts(run.folder):
+            yield f"{letter} had other settings up to step {cut.step}: {cut}"
     readable = [run for run in runs if not run.unreadable]
     if tasks := [key for key in TASK if _differ(readable, key)]:
         yield f"these runs have different tasks ({', '.join(tasks)}): their scores are not of the same problems"

@@ -10,6 +10,7 @@ from titan_rl.diagnosis.answers import Answer, AnswerFacts
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose
 from titan_rl.record.reward_audit import JudgedSample, judged, suspicions
+from titan_rl.record.config_history import reward_cut
 from titan_rl.record.run_history import METRICS
 from titan_rl.record.samples import ROLLOUTS, Sample, Samples
 from titan_rl.record.summary import known_lines
@@ -27,8 +28,15 @@ class DiagnosedRun:
     def of(cls, run: Path) -> "DiagnosedRun":
         """Diagnose the run in a folder, which may be active, finished or crashed."""
         notes: list[str] = []
-        config = _config(run, notes)
-        history = History(known_lines(run / METRICS), config, _answers(run, notes))
+        config, begin = _config(run, notes), reward_cut(run)
+        if begin:
+            notes.append(f"only the steps after step {begin} are examined: the reward was another one up to there")
+        lines = (
+            line
+            for line in known_lines(run / METRICS)
+            if line["kind"] == "startup" or line["step"] > begin or not begin
+        )
+        history = History(lines, config, _answers(run, notes, begin))
         return cls(history, diagnose(history), tuple(notes))
 
 
@@ -41,8 +49,8 @@ def _config(run: Path, notes: list[str]) -> Config:
         return Config()
 
 
-def _answers(run: Path, notes: list[str]) -> AnswerFacts | None:
-    """Return what the rules need of the samples, or None if there are none."""
+def _answers(run: Path, notes: list[str], begin: int) -> AnswerFacts | None:
+    """Return what the rules need of the samples after step `begin`, or None if there are none."""
     if not (run / ROLLOUTS).is_file():
         return None
     try:
@@ -50,7 +58,9 @@ def _answers(run: Path, notes: list[str]) -> AnswerFacts | None:
     except OSError as error:
         notes.append(f"{ROLLOUTS} cannot be read: {error}")
         return None
-    steps = samples.steps
+    steps = [step for step in samples.steps if step > begin or not begin]
+    if not steps:
+        return None
     if (size := (run / ROLLOUTS).stat().st_size) > MOST_BYTES:
         steps = steps[-max(1, len(steps) * MOST_BYTES // size) :]
         notes.append(f"samples: of steps {steps[0]} to {steps[-1]} only, because {ROLLOUTS} has {size / 2**30:.1f} GiB")

@@ -87,12 +87,15 @@ class Ledger(SelfClosing):
         bounds: Mapping[str, int],
         attempt: int = 1,
         bad_rows: int = 0,
+        changed: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
-        of this process; `bad_rows` were left out of the data."""
+        of this process; `bad_rows` were left out of the data. `changed`: the settings that differ from here on, with
+        both values."""
         more: dict[str, Any] = {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
         more |= {"bad_rows": bad_rows} if bad_rows else {}
+        more |= {"changed": {key: list(values) for key, values in changed.items()}} if changed else {}
         self._append("begun", step=step, next=next, open=list(open), **more)
         self._file.flush()
         lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
@@ -246,5 +249,9 @@ EVENTS = {
 }
 """The fields of each event of the ledger, and the check of each value."""
 OPTIONAL = fields(
-    "attempt bad_rows", "attempts", time=is_number, statuses=list_of(lambda value: value in get_args(Status))
+    "attempt bad_rows",
+    "attempts",
+    time=is_number,
+    statuses=list_of(lambda value: value in get_args(Status)),
+    changed=lambda value: isinstance(value, dict) and all(map(list_of(is_text), value.values())),
 )

@@ -25,6 +25,7 @@ import numpy as np
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
+from titan_rl.record.config_history import keep_config
 from titan_rl.record.curves import Curves
 from titan_rl.record.evaluation import ANSWERS, Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
@@ -67,6 +68,8 @@ class RunLog(SelfClosing):
         self._tb = folder / TENSORBOARD if "tensorboard" in config.metrics.trackers else None
         with must_write(folder / "config.toml"):
             folder.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                keep_config(folder, config, resume_step)
             write_whole(
                 folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
             )

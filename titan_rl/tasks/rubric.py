@@ -239,8 +239,8 @@ def error_text(part: Component, error: Exception) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """Return " at FILE:LINE", the innermost line of the user's code that an exception passed, or "": of a package that is
-    installed only if nothing else called it. One of another process carries its place."""
+    """Return " at FILE:LINE", the innermost line of the user's code that an exception passed, or "". A line of an
+    installed package counts if there is no other. An exception of another process carries its place."""
     if place := getattr(error, "place", ""):
         return f" at {place}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]

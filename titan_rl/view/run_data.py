@@ -25,6 +25,7 @@ import tomli
 from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
+from titan_rl.record.config_history import cuts
 from titan_rl.record.diagnosed_run import DiagnosedRun
 from titan_rl.record.incidents import NAME as FAULTS
 from titan_rl.record.lines import whole_lines
@@ -64,7 +65,7 @@ def run_data(folder: Path, *, sample_bytes: int) -> Json:
         "summary": summary_of(folder),
         "curves": curves(trained, left_out),
         "cold_start": curves([line for line in lines if line["kind"] == "cold_start"], []),
-        "events": [*_starts(lines), *_faults(folder, lines), *_saves(history)],
+        "events": [*_starts(lines), *_cuts(folder), *_faults(folder, lines), *_saves(history)],
         "evaluations": _evaluations(folder, left_out),
         "groups": [*_groups(folder, sample_bytes, left_out), *_answers(folder, sample_bytes // 3, left_out)],
         "findings": _findings(folder),
@@ -153,6 +154,12 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
         seconds = line.get("time/startup", 0.0)
         yield {"kind": what, "step": line["step"], "time": line["time"], "text": f"{what} after step {line['step']}",
                "seconds": _short(seconds)}  # fmt: skip
+
+
+def _cuts(folder: Path) -> Iterator[Json]:
+    """Yield each change of the run's settings."""
+    for cut in cuts(folder):
+        yield {"kind": "changed", "step": cut.step, "text": clipped(str(cut)), "seconds": None}
 
 
 def _faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:

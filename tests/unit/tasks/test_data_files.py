@@ -252,8 +252,15 @@ def test_a_file_of_bad_rows_only_is_never_skipped(tmp_path: Path) -> None:
 
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", [*GOOD, {"question": "1", "answer": None}])
-    with pytest.raises(BadRows, match=r"a\.parquet:6: expected a string or a number in 'answer', found None"):
+    with pytest.raises(BadRows, match=r"a\.parquet:6: expected a string, a number, a list or a table in 'answer'"):
         load(path)
+
+
+def test_a_file_with_more_rows_than_memory_holds_is_refused_unread(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"question": pyarrow.nulls(2**24 + 1)}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 2**20
+    with pytest.raises(ValueError, match=r"found 16,777,217 rows, of at most 16,777,216 in "):
+        load(tmp_path / "a.parquet")
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_jsonl_pairs_have_a_chosen_and_a_rejected_answer(tmp_path: Path, text: T
         ),
         (
             {"question": "1", "chosen": "2", "rejected": None},
-            r"train\.jsonl:1: expected a string or a number in 'rejected', found",
+            r"train\.jsonl:1: expected a string, a number, a list or a table in 'rejected'",
         ),
     ],
 )
