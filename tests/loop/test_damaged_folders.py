@@ -1,4 +1,4 @@
-"""A run's folder in which something else than the run's files lies: each command ends at once, and says so."""
+"""A run's folder in which something else than the run's files lies: each command ends at once with a message."""
 
 import os
 import random
@@ -52,7 +52,7 @@ def deep(path: Path) -> None:
 
 
 def harm(run: Path, seed: int) -> str:
-    """Harm a file, or all, in one of three ways, and return what was done."""
+    """Harm a file, or all, in one of three ways, and return a line about it."""
     draw = random.Random(SEED + seed)
     how = draw.choice([fifo, fifo, folder, deep])
     names = draw.sample(FILES, k=draw.choice([1, 1, 2, len(FILES)]))

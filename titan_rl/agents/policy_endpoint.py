@@ -27,7 +27,7 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
 from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
 
-MOST_CHARACTERS = 2**16  # of a prompt that is always read
+MOST_CHARACTERS = 2**16  # prompts of this length are always read
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
 MOST_KEPT = 2**20  # largest top_k; 0 and -1: all
@@ -78,7 +78,7 @@ class PolicyEndpoint(OpenAIEndpoint):
         return handled
 
     def _refuse_long(self, body: Body) -> None:
-        """Refuse a text that is longer than the context for whatever tokens it has: to find these would keep every
+        """Refuse a text with more characters than the longest tokens of a context have: to tokenize it would keep every
         other client waiting."""
         most = max(MOST_CHARACTERS, self._context * self._renderer.tokenizer.longest_token)
         if (found := sum(map(characters, (body.get(key) for key in ("prompt", "messages", "tools"))))) > most:

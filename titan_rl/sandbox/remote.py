@@ -9,7 +9,7 @@ attributes, calls, items and operators.
 
 The solution may lie about its own objects, so the tests' side never asks whether one equals, contains or is close to
 plain data: `==` and `in` compare here. An operator with plain data gives no plain data, as `obj - 6` could then be 0,
-and its result is neither true, false, empty nor zero. Nor is what is read of a difference: `(obj - 6).value`.
+and its result is neither true, false, empty nor zero. Nor are the attributes of a difference: `(obj - 6).value`.
 """
 
 import builtins
@@ -143,8 +143,8 @@ def _attribute(of: Any, name: str) -> Any:
 
 
 def _checked(found: Any) -> Any:
-    """Return what was read of a difference. It must not be empty or zero, which every wrong program can give, and is a
-    difference too."""
+    """Return an attribute, an item or an answer of a difference. It must not be empty or zero, as every wrong program
+    can make it, and is a difference too."""
     if isinstance(found, Remote):
         found.__difference__ = found.__mixed__ = True
     elif _is_nothing(found):
@@ -178,8 +178,8 @@ def _read(name: str) -> Callable[..., Any]:
 
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         result = self.__peer__.ask(name, self, *arguments, **keywords)
-        told = self.__compares__ and not all(isinstance(each, Remote) for each in arguments)
-        return _checked(result) if told or self.__difference__ else result
+        compared = self.__compares__ and not all(isinstance(each, Remote) for each in arguments)
+        return _checked(result) if compared or self.__difference__ else result
 
     return method
 
@@ -399,8 +399,8 @@ class Peer:
             self._send("raised", ValueError(f"{error}"))
 
     def _perform(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-        if self._is_tests_end and operation in surroundings.TOLD:
-            return surroundings.TOLD[operation](*arguments)
+        if self._is_tests_end and operation in surroundings.SHARED:
+            return surroundings.SHARED[operation](*arguments)
         if self._is_tests_end and not self._passed(arguments[0]):
             raise TypeError(f"the solution may not {operation} an object that the tests did not pass to it")
         if operation == "__getitem__":

@@ -1,7 +1,7 @@
-"""What tests set up for their process, which the solution's must have too, and what the solution tells them.
+"""Shares settings of the tests' process with the solution's, whose warnings and log records it passes to the tests.
 
-tests:    os.environ["HOME"] = "/x"; random.seed(7)   ── told before the next call ──>   solution
-solution: warnings.warn("old"); logger.error("bad")   ── told at once ──>   tests: assertWarns, assertLogs
+tests:    os.environ["HOME"] = "/x"; random.seed(7)   ── sent before the next call ──>   solution
+solution: warnings.warn("old"); logger.error("bad")   ── sent at once ──>   tests: assertWarns, assertLogs
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-Tell = Callable[..., Any]
+Ask = Callable[..., Any]
 """Asks the other process to perform an operation."""
 
 
@@ -22,17 +22,17 @@ class Surroundings:
     """The settings of this process that tests change, as the solution's process knows them."""
 
     def __init__(self) -> None:
-        self._told = _settings()
+        self._sent = _settings()
 
     def changes(self) -> str:
-        """Return what has changed since the last call, or "" if nothing has."""
+        """Return the changes since the last call as JSON, or ""."""
         found = _settings()
-        changed = {key: value for key, value in found.items() if value != self._told[key]}
+        changed = {key: value for key, value in found.items() if value != self._sent[key]}
         if "environ" in changed:
-            before, now = self._told["environ"], found["environ"]
+            before, now = self._sent["environ"], found["environ"]
             differ = [key for key in {**before, **now} if now.get(key) != before.get(key)]
             changed["environ"] = {os.fsdecode(key): os.fsdecode(now[key]) if key in now else None for key in differ}
-        self._told = found
+        self._sent = found
         return json.dumps(changed) if changed else ""
 
 
@@ -71,8 +71,8 @@ def _levels() -> dict[str, int] | None:
 class Surrounded:
     """The solution's end."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell, self._levels = tell, dict[str, int]()
+    def __init__(self, ask: Ask) -> None:
+        self._ask, self._levels = ask, dict[str, int]()
         self._thread = threading.get_ident()
         self._logs = False
 
@@ -81,14 +81,14 @@ class Surrounded:
         warnings.simplefilter("always")
         show = warnings.showwarning
 
-        def told(message: Warning | str, category: type[Warning], *rest: Any, **keywords: Any) -> None:
+        def shared(message: Warning | str, category: type[Warning], *rest: Any, **keywords: Any) -> None:
             show(message, category, *rest, **keywords)
             self._pass_on("warn", str(message), category)
 
-        warnings.showwarning = told
+        warnings.showwarning = shared
 
     def take(self, text: str) -> None:
-        """Take over what has changed in the tests' process."""
+        """Take over changes of the tests' process."""
         changed: Mapping[str, Any] = json.loads(text)
         if limit := changed.get("recursion"):
             sys.setrecursionlimit(limit)
@@ -113,11 +113,11 @@ class Surrounded:
         if not self._logs:
             handle = logging.Logger.callHandlers
 
-            def told(logger: logging.Logger, record: logging.LogRecord) -> None:
+            def shared(logger: logging.Logger, record: logging.LogRecord) -> None:
                 handle(logger, record)
                 self._pass_on("log", record.name, record.levelno, record.getMessage())
 
-            logging.Logger.callHandlers, self._logs = told, True
+            logging.Logger.callHandlers, self._logs = shared, True
         for name in {**self._levels, **levels}:
             if (level := levels.get(name, 0)) != self._levels.get(name, logging.WARNING if not name else 0):
                 logging.getLogger(name).setLevel(level)
@@ -125,7 +125,7 @@ class Surrounded:
 
     def _pass_on(self, operation: str, *values: Any) -> None:
         if threading.get_ident() == self._thread:  # another thread has nothing to do with what the tests wait for
-            self._tell(operation, *values)
+            self._ask(operation, *values)
 
 
 def warn(text: Any, category: Any) -> None:
@@ -144,17 +144,17 @@ def log(name: Any, level: Any, text: Any) -> None:
             logger.handle(logger.makeRecord(logger.name, level, "solution", 0, text, (), None))
 
 
-TOLD: Mapping[str, Callable[..., None]] = {"warn": warn, "log": log}
-"""What the solution may tell the tests' process."""
+SHARED: Mapping[str, Callable[..., None]] = {"warn": warn, "log": log}
+"""Operations by which the solution's process may act in the tests' process."""
 
 
-def share_seeds(tell: Tell) -> None:
+def share_seeds(ask: Ask) -> None:
     """Let random.seed of the tests seed the solution's generator too."""
     seed = random.seed
 
     def seeded(a: Any = None, version: int = 2) -> None:
         seed(a, version)
         if a is None or type(a) in (int, float, str):
-            tell("seed", a)
+            ask("seed", a)
 
     random.seed = seeded

@@ -23,7 +23,7 @@ Thinking = Literal["keep", "template"]
 
 MOST_STEPS = 1_000_000
 """Loop steps and calls of one rendering. A conversation of 1,000 messages takes about 20,000."""
-MOST_SECONDS = 10.0  # of the CPU for one rendering: a filter of a list takes long within one step
+MOST_SECONDS = 10.0  # CPU time of one rendering: a filter of a list takes long within one step
 ITEMS, CHARACTERS = 16, 1024  # that a filter reads in the time of a loop step, about
 MOST_REPEATED = 100_000  # as `"x" * n` in a template
 MOST_POWER = 1_000
@@ -195,7 +195,7 @@ def _sandbox() -> Any:
                 raise TemplateStuck(f"expected a chat template that ends, found one that takes over {most}, {where}")
 
         def counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            """Return a filter that counts what it is given to read."""
+            """Return a filter that counts the sizes of its arguments."""
 
             @wraps(function)
             def counted(*arguments: Any, **keywords: Any) -> Any:

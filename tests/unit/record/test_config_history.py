@@ -1,4 +1,4 @@
-"""A run that is resumed with other settings keeps those that made its earlier steps, and every reader knows the cut."""
+"""A run that is resumed with other settings keeps the earlier ones, and every reader knows the cut."""
 
 import random
 from dataclasses import replace

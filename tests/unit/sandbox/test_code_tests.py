@@ -579,7 +579,7 @@ RIGHT = {
         "  def __mul__(s, k): return V(*(k * a for a in s.x))",
         "v = V(3, 2) - [1, 2]\nassert list(v) == [2, 0] and v[0] == 2 and v.x == v.all() == (2, 0)\n"
         "assert (V(1, 2) * 0).x == (0, 0) == (V(1, 2) - V(1, 2)).x"),
-    "a set of its own": (
+    "a class of sets": (
         "class S:\n  def __init__(s, *x): s.x = x\n  def __iter__(s): return iter(s.x)\n"
         "  def difference(s, o): return S(*(a for a in s.x if a not in o))",
         "assert set(S(1, 2).difference({1})) == {2} == set(S(1, 2).difference(S(1)))",

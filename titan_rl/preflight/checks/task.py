@@ -112,7 +112,7 @@ def _endless_sets(task: TaskSection) -> Iterator[str]:
         return
     sets = procedural.procedural_sets(task)
     answer = ask(f"{procedural.__name__}:try_sets", sets, seconds=GENERATING_SECONDS, lines=len(sets) + 1)
-    yield from filter(None, answer.lines[1:])  # the first says that the package is imported
+    yield from filter(None, answer.lines[1:])  # the first: the package is imported
     if answer.failed and answer.lines:
         key = f"task.datasets.{sets[len(answer.lines) - 1].name}"
         least = f"{procedural.TRIED} problems within {procedural.CPU_SECONDS} s of the CPU"
@@ -387,7 +387,7 @@ def _unwritten_tools(config: Config, tokenizer: TextTokenizer) -> list[str]:
     with suppress(Exception):  # a template may raise any error, which check_chat reports
         text = tokenizer.chat.render([{"role": "user", "content": "?"}], schemas) if schemas else ""
         if names := [name for each in schemas if (name := each["function"]["name"]) not in text]:
-            of = "it" if config.task.chat_template else f"that of {tokenizer.folder}"
+            of = "it" if config.task.chat_template else f"the template of {tokenizer.folder}"
             return [f"task.chat_template: {of} does not write the tools, so the policy cannot know {', '.join(names)}"]
     return []
 
