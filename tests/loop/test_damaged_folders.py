@@ -12,6 +12,7 @@ import pytest
 
 from support.running import RunFiles
 from titan_rl.config.plain_files import NotAFile
+from titan_rl.record.audit_rules import audit
 from titan_rl.view.page import page_data
 
 SEED, SECONDS = 20261128, 120
@@ -85,6 +86,13 @@ def test_a_command_ends_and_has_no_traceback(whole: RunFiles, tmp_path: Path, co
     assert "Traceback" not in found.stdout + found.stderr, (done, found.stderr)
     assert found.returncode in (0, 1, 2), done
     assert found.stdout or found.stderr, done
+
+
+def test_an_emptied_config_is_named(whole: RunFiles, tmp_path: Path) -> None:
+    """Its defaults are no settings of the run."""
+    run = shutil.copytree(whole.folder, tmp_path / "run")
+    (run / "config.toml").write_text("# grpo_llama\n")
+    assert any("expected every key of a run, found none" in problem for problem in audit(run)[0])
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -25,6 +25,7 @@ import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import VALUES, foreign_hint
+from titan_rl.config.plain_files import bytes_of
 from titan_rl.config.policies import NAME, POLICIES, of_flags, own_tables, shared
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED, Renamed
@@ -308,6 +309,8 @@ def problems_of_names(names: Sequence[str], overrides: Sequence[tuple[str, str]]
 
 def load_of_run(folder: Path, overrides: Sequence[tuple[str, str]] = (), notes: list[str] | None = None) -> Config:
     """Read the config of the run in a folder, which may be of an earlier version."""
+    if (folder / CONFIG).is_file() and b"[" not in bytes_of(folder / CONFIG):  # else the defaults would be its settings
+        raise ConfigError([f"{CONFIG}: expected every key of a run, found none"])
     return load(folder / CONFIG, overrides, of_run=True, notes=notes)
 
 

@@ -14,6 +14,7 @@ from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.lines import must_write
 from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
@@ -190,7 +191,8 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         resume, notes = sound_resume(folder, config)
         notes += [*setup.recorded.missing(config, resume), *export_notes(folder)]
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
-    identify(folder)
+    with must_write(folder):
+        identify(folder)
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)

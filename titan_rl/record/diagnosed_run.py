@@ -9,8 +9,8 @@ from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.diagnosis.answers import Answer, AnswerFacts
 from titan_rl.diagnosis.history import History
 from titan_rl.diagnosis.ranking import Diagnosis, diagnose
-from titan_rl.record.reward_audit import JudgedSample, judged, suspicions
 from titan_rl.record.config_history import reward_cut
+from titan_rl.record.reward_audit import JudgedSample, judged, suspicions
 from titan_rl.record.run_history import METRICS
 from titan_rl.record.samples import ROLLOUTS, Sample, Samples
 from titan_rl.record.summary import known_lines

@@ -326,10 +326,8 @@ class Peer:
         if self._is_tests_end:
             surroundings.share_seeds(self.ask)
         else:
-            surrounded = surroundings.Surrounded(self.ask)
-            own = {"replace": self._replace, "surround": surrounded.take, "seed": random.seed}
-            self._operations |= own
-            surrounded.begin()
+            self._surrounded = surroundings.Surrounded(self.ask)
+            self._operations |= {"replace": self._replace, "surround": self._surrounded.take, "seed": random.seed}
         self._next = int(self._is_tests_end)  # one end gives even numbers, the other odd ones
         self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}  # by id()
@@ -371,6 +369,7 @@ class Peer:
 
     def serve(self) -> None:
         """Answer until the other end is closed."""
+        self._surrounded.begin()  # not before: while the solution is imported, nothing is answered
         while True:
             try:
                 _, *rest = self._receive()

@@ -597,6 +597,9 @@ RIGHT = {
         "import warnings\nwith warnings.catch_warnings():\n  warnings.simplefilter('error')\n"
         "  try: f(3)\n  except DeprecationWarning: pass\n  else: assert False",
         UNITTEST.replace("self.assertEqual(f(3), 6)", "\n        with self.assertWarns(Old): f(6)")),
+    "warnings at its import": (
+        "import warnings\nwarnings.warn('early')\nA = '\\d'\ndef f(x): return x\nwarnings.warn('late')",
+        "assert f(3) == 3 and A == chr(92) + 'd'"),
     "logs": (
         "import logging\nlog = logging.getLogger('x.y')\ndef f(x):\n  log.error('bad %d', x)\n  log.debug('more')",
         UNITTEST.replace("self.assertEqual(f(3), 6)", "\n        with self.assertLogs('x') as seen: f(3)"
