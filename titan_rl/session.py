@@ -35,7 +35,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     config, folder, clock = setup.config, setup.folder, Clock()
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
     control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
-    incidents = Incidents(folder, config.fault, terminal.warn)
+    incidents = Incidents(folder, config.fault, terminal.warn, setup.model_folder)
     status = Status(stop, incidents, saves=config.checkpoint.enable)
     control.question(status=status.answer)
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)

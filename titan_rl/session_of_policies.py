@@ -41,7 +41,7 @@ async def session_of_policies(setup: Setup, terminal: Terminal, launched: Launch
     """Return True when all policies are finished, False when they were stopped and have saved their states."""
     task = asyncio.current_task()
     assert task is not None
-    folder, incidents = setup.folder, Incidents(setup.folder, setup.config.fault, terminal.warn)
+    folder, incidents = setup.folder, Incidents(setup.folder, setup.config.fault, terminal.warn, setup.model_folder)
     stops, before = Stops(task), os.stat(folder)
     control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     control.offer(stop=stops.leave)

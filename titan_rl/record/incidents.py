@@ -60,7 +60,11 @@ RESTART_WINDOW_SECONDS = 600.0
 
 
 class Incidents:
-    def __init__(self, folder: Path, fault: FaultSection, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, fault: FaultSection, say: Callable[[str], None], needed: Path | None = None
+    ) -> None:
+        """`needed`: the folder that each new process reads."""
+        self._needed = needed
         self.all: list[Incident] = []
         self._path = folder / NAME
         self._fault = fault
@@ -88,10 +92,14 @@ class Incidents:
         unless respawning is disabled."""
         if not counts:
             return self._fault.max_restarts > 0
-        if self.left(role) <= 0:
+        if self.left(role) <= 0 or self._gone:
             return False
         self._recent[role].append(time.monotonic())
         return True
+
+    @property
+    def _gone(self) -> bool:
+        return self._needed is not None and not self._needed.is_dir()
 
     def left(self, role: str) -> int:
         """Return how many respawns the role's budget still allows."""
@@ -105,6 +113,11 @@ class Incidents:
         fault = self._fault
         if fault.max_restarts == 0:
             return error
+        if self._gone:
+            return RunError(
+                f"{error}; {self._needed}, from which it would start again, was removed",
+                "Restore the folder: the same command then resumes.",
+            )
         what = "the run went back" if role == ROLLBACK else f"{role} was respawned"
         times = f"{fault.max_restarts} time{'s' * (fault.max_restarts != 1)}"
         return RunError(

@@ -93,3 +93,14 @@ def test_incidents_follow_a_torn_line(tmp_path: Path) -> None:
     assert lines[1] == lost.record()
     assert Incident.of(lines[1]) == lost
     assert said == ["trainer died", f"trainer is back after {lost.seconds:.1f} s: all is well; 2 steps to repeat"]
+
+
+def test_no_role_is_respawned_without_the_folder_that_it_reads(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    incidents = Incidents(tmp_path, FaultSection(max_restarts=5), lambda text: None, model)
+    assert incidents.may_respawn("generator")
+    model.rmdir()
+    assert not incidents.may_respawn("generator")
+    error = incidents.over_budget("generator", RunError("generator died"))
+    assert str(error) == f"generator died; {model}, from which it would start again, was removed"
