@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.plain_files import NotAFile
-
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
 FAILED_AGAIN = 3  # exit code of a run that would fail in the same way if it were started again
 
@@ -45,15 +43,22 @@ def enter(main: Callable[[], int], stopped: str = "") -> None:
         if stopped:
             print(stopped)
         code = STOPPED
-    except NotAFile as error:  # in a folder that somebody gave to the program
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        code = USAGE
-    except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
-        traceback.print_exc()
-        code = FAILED
+    except BaseException as error:  # Monarch's threads would abort an interpreter that ends by an exception
+        code = _failed(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _failed(error: BaseException) -> int:
+    """Print an error, and return the exit code: a folder with a FIFO in it is bad usage, anything else a bug."""
+    from titan_rl.config.plain_files import NotAFile
+
+    if isinstance(error, NotAFile):
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE
+    traceback.print_exception(error)
+    return FAILED
 
 
 def path_argument(text: str) -> Path:

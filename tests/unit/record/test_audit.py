@@ -353,7 +353,7 @@ FILES: dict[str, tuple[Change, str]] = {
     **{
         f"{name}: a folder": (
             lambda folder, name=name: ((folder / name).unlink(), (folder / name).mkdir()),
-            f"{name}: Is a directory",
+            f"{name}: expected a file, found a folder",
         )
         for name in (NAME, "metrics.jsonl", "rollouts.jsonl")
     },

@@ -23,6 +23,7 @@ from titan_rl.record.run_log import RunLog
 from titan_rl.record.trackers import tracking as parent
 from titan_rl.record.trackers.messages import COLUMNS, SERVICES, grouped, overview, public_config, sample_rows
 from titan_rl.record.trackers.tracking import Trackers, read_ids, tracking
+from titan_rl.wire.program import command_of
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 ROOT = Path(__file__).parents[3]
@@ -319,6 +320,6 @@ def test_tensorboard_has_the_overview_the_config_and_samples(tmp_path: Path) -> 
 
 def test_no_tracker_starts_no_process(tmp_path: Path) -> None:
     assert SERVICES == ("wandb", "trackio", "mlflow")
-    assert train(tmp_path, config_of(), range(1, 2)) == []
+    assert train(tmp_path, config_of(), range(1, 2)) == [f"{command_of('view')} {tmp_path}"]
     assert not (tmp_path / "trackers").exists()
     assert not (tmp_path / parent.IDS).exists()
