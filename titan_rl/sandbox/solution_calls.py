@@ -80,7 +80,8 @@ def _compare_sets_here() -> None:
     equal = unittest.TestCase.assertSetEqual
 
     def compared(self: unittest.TestCase, first: Any, second: Any, msg: Any = None) -> None:
-        equal(self, *(set(each) if isinstance(each, Remote) else each for each in (first, second)), msg)
+        first, second = (set(each) if issubclass(type(each), Remote) else each for each in (first, second))
+        equal(self, first, second, msg)
 
     unittest.TestCase.assertSetEqual = compared  # type: ignore[method-assign]
 

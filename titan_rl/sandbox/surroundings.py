@@ -117,7 +117,8 @@ class Surrounded:
                 handle(logger, record)
                 self._pass_on("log", record.name, record.levelno, record.getMessage())
 
-            logging.Logger.callHandlers, self._logs = shared, True
+            logging.Logger.callHandlers = shared  # pyright: ignore[reportAttributeAccessIssue]
+            self._logs = True
         for name in {**self._levels, **levels}:
             if (level := levels.get(name, 0)) != self._levels.get(name, logging.WARNING if not name else 0):
                 logging.getLogger(name).setLevel(level)

@@ -102,5 +102,5 @@ def test_no_role_is_respawned_without_the_folder_that_it_reads(tmp_path: Path) -
     assert incidents.may_respawn("generator")
     model.rmdir()
     assert not incidents.may_respawn("generator")
-    error = incidents.over_budget("generator", RunError("generator died"))
+    error = incidents.over_budget("generator", RunError("generator died", ""))
     assert str(error) == f"generator died; {model}, from which it would start again, was removed"

@@ -14,7 +14,7 @@ def test_an_odd_address_is_refused(path: str, capfd: pytest.CaptureFixture[str])
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     try:
-        with socket.create_connection(server.server_address[:2], 20) as client:
+        with socket.create_connection(("127.0.0.1", server.server_address[1]), 20) as client:
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n".encode())
             assert b"".join(iter(lambda: client.recv(4096), b"")).startswith(b"HTTP/1.0 403")
     finally:
