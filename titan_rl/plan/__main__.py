@@ -234,7 +234,7 @@ def spreads(flag: str, text: str, names: Sequence[str], problems: list[str]) -> 
 
 def cut(work: Work, context: int) -> Spread:
     """Return the answers, cut off where the context ends, unless "at most" was given."""
-    answer, room = work.answer, context - ceil(work.prompt.most)
+    answer, room = work.answer, context - max(ROUNDED, ceil(work.prompt.most))
     unbound = answer.most == answer.mean + MANY * answer.deviation
     return replace(answer, most=float(room)) if unbound and answer.mean <= room < answer.most else answer
 
