@@ -10,6 +10,7 @@ import pytest
 from titan_rl import run as program
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.run_lock import LOCK, RunLock
+from titan_rl.wire.checkpoint_sums import RUN_ID
 
 
 class NoServers:
@@ -54,7 +55,7 @@ def rows(path: Path, last: str) -> str:
 def test_a_fresh_run_moves_the_old_one_aside(begun: list[tuple[Setup, list[str]]], old: Path) -> None:
     assert start("--job.dump_folder", str(old), "--job.fresh") == 0
     ((setup, files),) = begun
-    assert files == [LOCK, "model"]
+    assert files == [RUN_ID, LOCK, "model"]
     assert setup.model_folder == setup.tokenizer.folder == old / "model"
     assert setup.resume.nothing
     moved = old.with_name("run.1")

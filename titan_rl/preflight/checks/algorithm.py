@@ -320,8 +320,6 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             f"optimizer.lr is {config.optimizer.lr:g}, which looks like a whole model's rate: adapters learn best "
             f"at about {WHOLE_MODEL_FACTOR} times that rate"
         )
-    if config.lora.on and not (config.model.hf_assets_path or config.cold_start.steps) and config.training.steps:
-        yield "lora.rank: the frozen weights are drawn at random, as model.hf_assets_path names none"
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         yield (
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
