@@ -12,6 +12,7 @@ from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
+from titan_rl.preflight.adapter_sync import with_adapter_sync
 from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, saved_tensors, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
@@ -156,7 +157,7 @@ def changed_keys(setup: Setup, ignored: list[str]) -> list[str]:
         before = load_of_run(setup.folder, notes=ignored)
     except (ConfigError, OSError):  # written by a later version
         return []
-    both = differences(on_device(before, setup.device), setup.config)
+    both = differences(with_adapter_sync(on_device(before, setup.device), setup.shape, setup.device), setup.config)
     return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if not key.startswith("job.")]
 
 

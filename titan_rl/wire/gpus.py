@@ -89,7 +89,7 @@ def _smallest_memory(devices: Sequence[str]) -> int:
 
 def _nvidia_smi(*arguments: str) -> list[str]:
     """Return the lines that nvidia-smi prints; none if there is no such tool, or if its driver hangs."""
-    with suppress(FileNotFoundError, subprocess.TimeoutExpired):
+    with suppress(OSError, subprocess.TimeoutExpired):  # PermissionError: PATH has a folder that may not be searched
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
     return []

@@ -20,7 +20,7 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
             asked.append(" ".join([name, *map(str, (*arguments, *named.items()))])) or answer
         )
 
-    async def write_weights(timeout: float) -> ReaderCost:
+    async def write_weights(timeout: float, version: int) -> ReaderCost:
         asked.append("write")
         return ReaderCost()
 

@@ -368,7 +368,7 @@ def test_a_clip_of_nearly_all_sequences_is_too_much_for_gspo_too() -> None:
 @pytest.mark.parametrize(
     ("keys", "names_it"),
     [
-        ({"generator__dtype": "bfloat16"}, True),
+        ({"generator__dtype": "bfloat16", "lora__sync": "merge"}, True),
         ({"generator__dtype": "bfloat16", "lora__sync": "adapter"}, False),
         ({"generator__dtype": "float32"}, False),
     ],
