@@ -36,7 +36,7 @@ RL: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm__max_refills": 1},
     "gspo": {"algorithm__epochs": 2, "parallelism__tensor_parallel_degree": 2},
     "sapo": {"algorithm__top_entropy_share": 0.5, "algorithm__minibatches": 2},
-    "m2po": {"algorithm__entropy_target": 9.0, "rollout__max_staleness_steps": 0},
+    "m2po": {"algorithm__entropy_target": 4.1, "rollout__max_staleness_steps": 0},
     "cispo": {"algorithm__rejection": "geometric", "algorithm__entropy_coef": 0.01},
     "gdpo": {"task__reward": "exact", "task__rewards": '{"dense_reward:digits" = 1.0, exact = 1.0}'},
     "remax": {"rollout__groups_per_step": 16},

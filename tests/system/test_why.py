@@ -50,7 +50,7 @@ def test_a_planted_cause_is_a_warning_and_the_first_cause(
     out = run.finish()
     assert run.code == 0, out
     assert [line for line in out.splitlines() if line.startswith("  warning  step ") and warning in line], out
-    assert f"python -m titan_rl.why {run.folder}" in out
+    assert f"python-mtitan_rl.why{run.folder}" in "".join(out.split()), "it may be wrapped"
     assert main([str(run.folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["cause"] == rule

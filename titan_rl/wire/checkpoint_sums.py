@@ -58,9 +58,17 @@ class SummedFile:
 
 
 def identify(run: Path) -> None:
-    """Give a run's folder a random name that its checkpoints and exports bear, unless it has one."""
+    """Give a run's folder a random name that its checkpoints and exports bear, unless it has one. A folder that has
+    only the checkpoints of a run takes over their name."""
     if not (run / RUN_ID).exists():
-        (run / RUN_ID).write_text(secrets.token_hex(8))
+        (run / RUN_ID).write_text(_name_in_sums(run) or secrets.token_hex(8))
+
+
+def _name_in_sums(run: Path) -> str:
+    for path in sorted(run.glob(f"{FOLDER}/step-*/{SUMS}"), reverse=True):
+        with suppress(OSError, ValueError, AttributeError):
+            return str(json.loads(text_of(path)).get("run", ""))
+    return ""
 
 
 def _run_of(folder: Path) -> str:

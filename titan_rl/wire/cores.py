@@ -32,5 +32,5 @@ def machine() -> str:
 
 def here() -> str:
     """Return a string that is equal for processes that can map each other's memory, which they find under /proc: it
-    names the boot of the machine and the PID namespace."""
-    return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
+    names the boot of the machine, the PID namespace and the user namespace."""
+    return f"{machine()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/user')}"
