@@ -8,6 +8,7 @@ Exit codes: 0 a report, also if it names problems, 2 bad usage, 130 stopped.
 
 import argparse
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,7 @@ def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str
         yield from _wrap("   why     ", finding.advice.replace("RUN", str(run)), width)
     if finding.samples:
         yield f"   read    {'; '.join(finding.samples)}"
-        yield f"           python -m titan_rl.look {run} --prompt {finding.prompt}"
+        yield f"           python -m titan_rl.look {shlex.quote(str(run))} --prompt {finding.prompt}"
     for effect in finding.effects:
         yield from _wrap("   effect  ", effect.text, width)
 

@@ -1,5 +1,6 @@
 """What a rule finds, and the change of a key that it proposes."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ PAGE = "docs/it_does_not_learn.md"
 
 def command(folder: object) -> str:
     """Return the command that shows a run's findings."""
-    return f"python -m titan_rl.why {folder}"
+    return f"python -m titan_rl.why {shlex.quote(str(folder))}"
 
 
 @dataclass(frozen=True, slots=True)

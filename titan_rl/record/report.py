@@ -7,6 +7,7 @@ the next step as trained, and before a checkpoint that counts them.
 """
 
 import asyncio
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -188,4 +189,8 @@ class Report(SelfClosing):
         for sample in good_and_bad(written):
             opening = opening_of(prompts[sample.group].messages, sample.messages)
             lines += [*brief_lines(replace(sample, opening=opening), width, SAMPLE_LINES), Text()]
-        return [*lines, Text(f"all of them: python -m titan_rl.look {self._folder}", "dim")] if lines else []
+        return (
+            [*lines, Text(f"all of them: python -m titan_rl.look {shlex.quote(str(self._folder))}", "dim")]
+            if lines
+            else []
+        )

@@ -14,6 +14,7 @@ lines move to `*.superseded.jsonl` and their points leave TensorBoard's curves, 
 import json
 import math
 import re
+import shlex
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -168,8 +169,8 @@ class RunLog(SelfClosing):
     @property
     def hints(self) -> list[str]:
         """Where to look at the curves."""
-        curves = [f"{command_of('view')} {self.folder}"]
-        curves += [f"tensorboard --logdir {self._tb}"] if self._tb else []
+        curves = [f"{command_of('view')} {shlex.quote(str(self.folder))}"]
+        curves += [f"tensorboard --logdir {shlex.quote(str(self._tb))}"] if self._tb else []
         return curves + (self._trackers.hints if self._trackers is not None else [])
 
     def close(self) -> None:
