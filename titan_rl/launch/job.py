@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from titan_rl.config.presets import algorithm_of
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.launch.pod_patch import PatchRefused, read_patch
 from titan_rl.preflight.checks.hosts import MOUNT, stop_seconds
@@ -19,6 +19,8 @@ FOLDER = "launch"  # in the run's folder: the script, its config, the logs of no
 
 RETRIES = 1
 """Starts of a job after its run has failed (exit code 1)."""
+JOIN_SECONDS = 1800
+"""hosts.join_seconds of a job that sets none: nodes are made, and import an image."""
 REQUEUES = 100
 """Returns of a Slurm job to the queue after it was asked to stop before its time limit."""
 
@@ -72,6 +74,12 @@ class Job:
     @property
     def stop_seconds(self) -> int:
         return stop_seconds(self.config)
+
+    @property
+    def joining(self) -> str:
+        """Return the argument that gives late nodes time, unless the config sets hosts.join_seconds."""
+        unset = self.config.hosts.join_seconds == HostsSection().join_seconds
+        return f" --hosts.join_seconds={JOIN_SECONDS}" if unset else ""
 
     @property
     def own(self) -> Path:

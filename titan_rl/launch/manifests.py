@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from titan_rl.config.sections import HostsSection
-from titan_rl.launch.job import RETRIES, WAIT, Job
+from titan_rl.launch.job import JOIN_SECONDS, RETRIES, WAIT, Job
 from titan_rl.launch.pod_patch import CONTAINER, OUR_LABELS, merged, read_patch
 from titan_rl.wire.program import FAILED, FAILED_AGAIN, STOPPED, USAGE
 
@@ -26,7 +25,6 @@ OWN = "/titan_rl"  # in the pods: TOML and certificates
 NAME, MANAGED = OUR_LABELS
 LABELS = {MANAGED: "titan-rl"}
 KEPT_SECONDS = 7 * 24 * 3600  # finished jobs, for their logs
-JOIN_SECONDS = 1800  # instead of the default of hosts.join_seconds: nodes are made, and pull an image
 SHARED = "16Gi"  # most of /dev/shm, which NCCL uses
 CPU, MEMORY = 1, 4
 """Cores and GiB that are requested for each GPU by default. Pods without a request are the first to be evicted."""
@@ -208,8 +206,7 @@ def pod_script(job: Job) -> str:
         tls = (shlex.quote(hosts.tls) if hosts.tls else '"$tls"') if job.scheme == "tls" else ""
         run += f' --hosts.kind=attach --hosts.addresses={addresses} --hosts.own_address="$host"'
         run += f" --hosts.tls={tls}" if tls else ""
-        if hosts.join_seconds == HostsSection().join_seconds:
-            run += f" --hosts.join_seconds={JOIN_SECONDS}"
+        run += job.joining
         worker = f'{python} -m titan_rl.worker --address "{job.scheme}://$host:{PORT}"'
         worker += f" --tls {tls}" if tls else " --insecure"
         lines += [

@@ -12,12 +12,10 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_rl.config.sections import HostsSection
 from titan_rl.launch.job import REQUEUES, RETRIES, WAIT, Job
 from titan_rl.wire.program import STOPPED
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels deal out by themselves
-JOIN_SECONDS = 1800  # hosts.join_seconds of a job that sets none: nodes may import an image first
 END_SECONDS = 30  # for the workers to end; a lost node's never answers
 
 SCRIPT = """\
@@ -241,8 +239,7 @@ def run_command(job: Job) -> str:
     own = "" if job.config.hosts.tls else "/$SLURMD_NODENAME"
     joined = ' --hosts.kind=attach --hosts.addresses="$1" --hosts.own_address="$SLURMD_NODENAME"'
     joined += f' --hosts.tls="$2{own}"' if job.scheme == "tls" else ""
-    if job.config.hosts.join_seconds == HostsSection().join_seconds:
-        joined += f" --hosts.join_seconds={JOIN_SECONDS}"
+    joined += job.joining
     config = shlex.quote(str(job.own / job.config_file))
     return "\n".join(
         [
