@@ -1,4 +1,4 @@
-"""Chooses how adapters reach the engines (lora.sync = "auto"), and checks those that vLLM applies ("adapter")."""
+"""Chooses how adapters reach the engines (lora.sync = "auto"), and checks whether vLLM can apply them ("adapter")."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,9 +38,9 @@ def with_adapter_sync(config: Config, shape: ModelShape, device: str) -> Config:
 
 
 def merge_warning(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
-    """Warn if engines get adapters that are rounded away."""
-    chosen, lora = with_adapter_sync(config, shape, device).lora, config.lora
-    if not lora.on or not config.samples_rollouts or chosen.sync != "merge" or config.generator.dtype == "float32":
+    """Warn if engines get adapters that are rounded away. The config has no "auto" in lora.sync."""
+    lora = config.lora
+    if not lora.on or not config.samples_rollouts or lora.sync != "merge" or config.generator.dtype == "float32":
         return
     apart = replace(config, lora=replace(lora, sync="adapter"))
     because = "; ".join(check_adapter_sync(apart, shape, device)) or 'lora.sync = "adapter" is exact'

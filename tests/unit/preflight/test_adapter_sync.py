@@ -1,4 +1,4 @@
-"""lora.sync = "auto" is "adapter" wherever vLLM can apply the adapters; what is merged in 16 bits is warned of."""
+"""lora.sync = "auto" is "adapter" wherever vLLM can apply the adapters; a merge in 16 bits is warned of."""
 
 from dataclasses import replace
 
@@ -50,13 +50,16 @@ def test_auto_is_adapter_wherever_vllm_can(config: Config, shape: ModelShape, de
     ],
 )
 def test_what_is_merged_in_16_bits_is_warned_of(config: Config, shape: ModelShape, reason: str) -> None:
-    (warning,) = merge_warning(config, shape, "cuda")
+    (warning,) = merge_warning(with_adapter_sync(config, shape, "cuda"), shape, "cuda")
     assert "adapters are merged into bfloat16 weights" in warning
     assert reason in warning
 
 
 def test_nothing_is_warned_of_where_no_bit_is_lost() -> None:
-    assert list(merge_warning(RUN, LLAMA_8B, "cuda")) == []
+    def warned(config: Config, device: str) -> list[str]:
+        return list(merge_warning(with_adapter_sync(config, LLAMA_8B, device), LLAMA_8B, device))
+
+    assert warned(RUN, "cuda") == []
     exact = GeneratorSection(dtype="float32")
-    assert list(merge_warning(replace(with_rank(9), generator=exact), LLAMA_8B, "cpu")) == []
-    assert list(merge_warning(with_rank(0), LLAMA_8B, "cuda")) == []
+    assert warned(replace(with_rank(9), generator=exact), "cpu") == []
+    assert warned(with_rank(0), "cuda") == []

@@ -119,8 +119,8 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
     found += [*task.data_warnings(config), *trackers.tracker_warnings(config)]
     if shape := usable_shape(config)[0]:
-        found += merge_warning(config, shape, device)
         config = with_adapter_sync(config, shape, device)
+        found += merge_warning(config, shape, device)
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0, counts)
         found += machine.snapshot_warning(config, shape) if gpus.here else ()
     return found
