@@ -393,15 +393,17 @@ def test_a_kl_that_holds_the_policy_is_named(weight: float, kl: float, entropy: 
     assert any("algorithm.kl_coef" in text for _, text in warned(lines, cfg))
 
 
+def cut_then_random(step: int, line: Line) -> Line:
+    """Answers are cut off a step before the entropy jumps."""
+    cut = {"completions/clipped_ratio": min(0.9, 0.2 * (step - 5))} if step >= 6 else {}
+    return cut | {"entropy": 1.1 if step < 7 else 3.5}
+
+
 def test_an_entropy_bonus_is_the_cause_of_answers_that_are_cut_off() -> None:
     """Cuts are seen a step before the entropy's jump."""
     cfg = config(algorithm__entropy_coef=1.0)
 
-    def change(step: int, line: Line) -> Line:
-        cut = {"completions/clipped_ratio": min(0.9, 0.2 * (step - 5))} if step >= 6 else {}
-        return cut | {"entropy": 1.1 if step < 7 else 3.5}
-
-    lines = metrics(45, cfg, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=change)
+    lines = metrics(45, cfg, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=cut_then_random)
     diagnosis = found(lines, cfg)
     assert first(diagnosis) == ("entropy_bonus", "algorithm.entropy_coef")
     assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects]
@@ -412,11 +414,7 @@ def test_an_entropy_bonus_is_the_cause_of_answers_that_are_cut_off() -> None:
 def test_cuts_that_are_seen_a_step_before_the_entropy_are_its_effect() -> None:
     """Without a bonus: the ramp over two steps is the rate's."""
 
-    def change(step: int, line: Line) -> Line:
-        cut = {"completions/clipped_ratio": min(0.9, 0.2 * (step - 5))} if step >= 6 else {}
-        return cut | {"entropy": 1.1 if step < 7 else 3.5}
-
-    lines = metrics(45, SMOL, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=change)
+    lines = metrics(45, SMOL, reward=lambda share: 0.35 if share < 0.15 else 0.01, change=cut_then_random)
     diagnosis = found(lines, SMOL)
     assert first(diagnosis) == ("collapse", "optimizer.lr")
     assert "truncation" in [effect.rule for effect in diagnosis.problems[0].effects]
