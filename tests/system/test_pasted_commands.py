@@ -123,4 +123,4 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 def test_a_pasted_command_does_what_the_page_says(reader: Reader, page: str, command: str) -> None:
     if "--config my_run.toml" in command:
         shutil.rmtree(reader.folder / "outputs/my_run", ignore_errors=True)
-    assert reader.paste(command).strip(), f"{page}: {command} says nothing"
+    assert reader.paste(command).strip(), f"{page}: {command} prints nothing"

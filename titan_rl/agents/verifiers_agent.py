@@ -122,7 +122,7 @@ def env_config(taskset: str, args: Mapping[str, Any]) -> Any:
 
 def policy_seat(taskset: str, config: Any) -> str:
     """Return the only seat that asks this run for its tokens. Raise if there are several: their turns come by the same
-    key, so those of a frozen user or judge, or of an opponent, would be trained on."""
+    key, so the turns of a frozen user or judge, or of an opponent, would be trained on."""
     from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
 
     seats = {name: seat for name, seat in dict(config).items() if isinstance(seat, AgentConfig)}

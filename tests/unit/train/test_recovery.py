@@ -1,4 +1,4 @@
-"""Which meshes a loss replaces, what the weight sync is told, and how many steps are said to be repeated."""
+"""Which meshes a loss replaces, what the weight sync is told, and how many steps are counted as repeated."""
 
 import asyncio
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ class Mesh:
 
 
 class World:
-    """A run whose meshes are names, and which writes down what is done to them."""
+    """A run whose meshes are names, and which lists the calls to them."""
 
     def __init__(self, folder: Path, *, weights: bool = True, **fault: Any) -> None:
         self.happened: list[str] = []
