@@ -12,6 +12,7 @@ import pytest
 
 from support.generator_meshes import Running, begun, greedy, requests, started
 from support.tiny import tiny_llama
+from tests.support.signals import stop
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.rollout.player import Play, Player
@@ -192,7 +193,7 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
         lost, tp = running.pids[-1], len(running.pids) // len(running.mesh.replicas)
         if not replica.error:
             await replica.scatter("connect", [([], c.WeightSyncSection())] * tp, seconds=60)
-        os.kill(lost, signal.SIGSTOP)
+        stop(lost)
         waiting: list[asyncio.Future[Any]] = [replica.put(request) for request in requests(4, Sampling(240))]
         slots, reading = Slots(), Publication(3, 0, [], 0.0)
 

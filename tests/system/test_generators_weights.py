@@ -10,6 +10,7 @@ import pytest
 
 from support.generator_meshes import Running, begun, connected, greedy, requests, started, versions
 from support.tiny import tiny_llama
+from tests.support.signals import stop
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -81,7 +82,7 @@ def test_a_publisher_two_versions_ahead_waits_for_a_slow_reader(running: Running
         before = (await running.mesh.fingerprint())[0]
         slow, trainer.scale = running.pids[1], 1.5
         first = await weights.publish(31)
-        os.kill(slow, signal.SIGSTOP)
+        stop(slow)
         try:
             pulling = asyncio.create_task(weights.pull(first))
             await asyncio.sleep(0.2)

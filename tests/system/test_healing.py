@@ -13,6 +13,7 @@ import pytest
 
 from support.generator_meshes import OneTrainer, Running, greedy, requests, started
 from support.tiny import tiny_llama
+from tests.support.signals import stop
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes import deaths
@@ -252,7 +253,7 @@ def test_a_replica_that_dies_in_a_pull_is_not_waited_for(tended: Tended) -> None
     async def work() -> float:
         first = tended.mesh.replicas[min(tended.mesh.replicas)]
         pid = deaths.alive()[first.ranks[0]]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         pulling = asyncio.create_task(tended.weights.sync(3))
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)

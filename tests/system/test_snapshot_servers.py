@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.signals import stop
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
 from titan_rl.meshes.snapshot_server import BLOCK, BLOCK_SECONDS
@@ -74,7 +75,7 @@ def test_one_sided_reads_copy_a_part_and_a_dead_source_delays_no_other_copy(tmp_
         while not (os.stat(torn.path).st_size > BLOCK and any(read_some(torn))):
             await asyncio.sleep(0.02)
         pid = deaths.alive()[source.name]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         await asyncio.sleep(1.25 * PAUSE)  # the next read begins, and is not answered
         assert not begun.done()
         os.kill(pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from support.trainer_cases import LAYOUTS, batches, config, samples
+from tests.support.signals import stop
 from titan_rl.config.sections import (
     CheckpointSection,
     Config,
@@ -86,12 +87,6 @@ async def step(mesh: ModelMesh, at: int) -> StepStats:
 
 async def steps(mesh: ModelMesh, first: int, last: int) -> list[StepStats]:
     return [await step(mesh, at) for at in range(first, last)]
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-        pass
 
 
 async def until(true: Callable[[], bool]) -> None:

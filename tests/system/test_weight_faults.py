@@ -21,6 +21,7 @@ from monarch.actor import this_host
 
 from support.outputs import shared_memory
 from support.running import Run, Runs
+from tests.support.signals import stop
 from titan_rl.actors.sync.transport import PACKING, SLOTS
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
@@ -64,12 +65,6 @@ def sent(pid: int) -> int:
     """Return the bytes that a process has written, including to sockets."""
     counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(counters["wchar"])
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    while (state := Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
-        assert state != "Z"
 
 
 def stop_while_packing(pid: int) -> None:
