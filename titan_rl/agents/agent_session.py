@@ -72,6 +72,7 @@ class AgentSession:
         self._requests: set[asyncio.Task[Any]] = set()  # that wait for the policy
         self.turns = 0  # that were answered
         self._asked = self._continued = 0
+        self._model: str | None = None  # the name that its requests give the policy
         self.refused: Status | None = None  # the limit that the last request ran into
         self.messages: Sequence[Message] = ()  # the latest conversation
 
@@ -121,6 +122,19 @@ class AgentSession:
         if after is None:
             return await self._sample(PROMPT, 0, list(tokens), wish)
         return await self._sample(after, None, list(tokens[self._contexts.length(after) :]), wish)
+
+    def take_model(self, model: object) -> None:
+        """Take the name by which a request calls the policy. Refuse a second one: every turn would be trained on as the
+        policy's, with one reward."""
+        if not isinstance(model, str) or model == (known := self._model or model):
+            self._model = model if isinstance(model, str) else self._model
+            return
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            "several_models",
+            f"model: expected {known!r}, as in this rollout's earlier requests, found {model!r}. Several players in one "
+            "rollout are not supported: ask another server for the others.",
+        )
 
     @property
     def tokenizer(self) -> TextTokenizer:

@@ -124,6 +124,7 @@ class OpenAIEndpoint:
     def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handled(request: web.Request) -> web.StreamResponse:
             session, body = self._session(request), json_body(await request.read())
+            session.take_model(body.get("model"))
             if body.get("n") not in (None, 1):
                 raise bad_request(f"n: expected 1, found {body['n']!r}")
             reply, chunks = await answers(session, body)

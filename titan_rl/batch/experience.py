@@ -74,6 +74,7 @@ def with_advantages(
 ) -> tuple[list[Group], list[Sample]]:
     """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups.
     `weights`: of the rewards that "per_reward" normalizes one by one."""
+    _refuse_opponents(groups)
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
     remaining = iter(samples)
@@ -161,6 +162,25 @@ def _best_and_worst(valid: Sequence[tuple[int, Rollout]], algorithm: AlgorithmSe
     if len({r.signal for _, r in fit}) < 2:
         return []
     return [choose(fit, key=lambda numbered: numbered[1].signal) for choose in (max, min)]
+
+
+def _refuse_opponents(groups: Sequence[Group]) -> None:
+    """Refuse a game whose players are branches of one rollout, and win what others lose: a rollout has one advantage,
+    by the sum of its rewards, which is always 0."""
+    for group in groups:
+        valid = [rollout for rollout in group.rollouts if rollout.valid]
+        if len(valid) > 1 and all(map(_opposed, valid)):
+            where = group.prompt.where or f"prompt {group.prompt.id}"
+            raise RunError(
+                f"{where}: expected rollouts of one player, found {len(valid)} whose branches win what others lose",
+                "Several players in one rollout are not supported: their rewards add up to 0, and nothing is learned. "
+                "Let the policy play one of them, and reward its turns only.",
+            )
+
+
+def _opposed(rollout: Rollout) -> bool:
+    rewards = [math.fsum(turn.reward for turn in branch.turns) for branch in rollout.branches]
+    return min(rewards, default=0.0) < 0 and abs(math.fsum(rewards)) < 1e-9 * max(map(abs, rewards))
 
 
 def _flat(values: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:

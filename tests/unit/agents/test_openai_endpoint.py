@@ -102,6 +102,18 @@ async def test_the_openai_package_calls_tools_and_drops_reasoning_and_nothing_is
     assert [message["role"] for message in rollout.session.messages][-1] == "assistant"
 
 
+async def test_a_rollout_that_calls_two_models_is_refused_by_name(tmp_path: Path) -> None:
+    renderer = chatting(tmp_path)
+    rollout = AgentRollout(renderer, saying(renderer, "a", "b"))
+
+    async with endpoint_client(rollout) as (client,):
+        await client.chat([USER], model="white")
+        await client.chat([USER], model="white")
+        status, body = await client.post("/chat/completions", {"model": "black", "messages": [USER]})
+    assert (status, body["error"]["code"]) == (400, "several_models")
+    assert "expected 'white', as in this rollout's earlier requests, found 'black'" in body["error"]["message"]
+
+
 async def test_a_prompt_that_is_sampled_twice_finds_its_own_node_again(tmp_path: Path) -> None:
     renderer = chatting(tmp_path)
     rollout = AgentRollout(renderer, saying(renderer, "a", "a", "b", "c", "d"))

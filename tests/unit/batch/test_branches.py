@@ -7,6 +7,7 @@ import pytest
 
 from support.judged_groups import RL, TOOL, advantages, algorithm, group, rollout, rollout_advantages, with_column
 from titan_rl.batch.experience import minibatches, samples_of, with_advantages
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Branch, Completion, Rollout, Turn
 
 
@@ -102,3 +103,18 @@ def test_minibatches_never_cut_a_rollout() -> None:
     groups = [group(branched(1.0), rollout(0.0), branched(2.0), rollout(3.0))]
     parts = minibatches(samples_of(groups, algorithm()), algorithm(minibatches=2), 2)
     assert [[s.sequence for s in part] for part in parts] == [[0, 0, 1], [2, 2, 3]]
+
+
+@pytest.mark.parametrize("credit", ["outcome", "turn"])
+def test_players_whose_rewards_add_up_to_nothing_are_refused_by_name(credit: str) -> None:
+    def game(*turns: float) -> Rollout:
+        return branched(sum(turns), *turns)
+
+    a = algorithm(credit=credit)
+    for rollouts in ([game(1.0, -1.0), game(-1.0, 1.0)], [game(0.1, -0.3, 0.2), game(-1.0, 1.0, 0.0)]):
+        groups = [group(*rollouts)]
+        with pytest.raises(RunError, match="prompt 0: expected rollouts of one player, found 2 whose branches win"):
+            with_advantages(groups, samples_of(groups, a), a)
+    for rollouts in ([game(1.0, -1.0), game(1.0, 0.0)], [game(0.0, 0.0), game(0.0, 0.0)], [game(1.0, 1.0), game(-1.0)]):
+        groups = [group(*rollouts)]
+        with_advantages(groups, samples_of(groups, a), a)
