@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.record.audit_rules import RULES, audit
+from titan_rl.record.config_history import reward_cut
 from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import SUSPECT, reward_report
@@ -68,8 +69,11 @@ def audit_ledger(run: Path, all_bytes: bool) -> int:
 
 def audit_rewards(run: Path) -> int:
     """Print the report on the run's rewards."""
+    begin = reward_cut(run)
     with frozen(run) as (folder, note):
-        lines = reward_report(folder)
+        lines = reward_report(folder, after=begin)
+    if begin:
+        print(f"only the steps after step {begin} are compared: the reward was another one up to there")
     print("\n".join([*filter(None, [note]), *lines]))
     suspicions = sum(line.startswith(SUSPECT) for line in lines)
     count = f"{suspicions or 'no'} suspicion{'s' * (suspicions != 1)}"

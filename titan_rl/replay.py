@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import pdb
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -278,7 +279,8 @@ async def compare_logprobs(
     for name, low, high in (("first", 0, 0.25), ("second", 0.25, 0.5), ("third", 0.5, 0.75), ("last", 0.75, 1.01)):
         part = sizes[(places >= low) & (places < high)]
         terminal.note(f"  {name} quarter of the answers: mean {part.mean() if len(part) else 0:.2e}")
-    terminal.note(f"all gaps are in {path}; `python -m titan_rl.view {plan.run}` colours tokens by them")
+    view = f"{command_of('view')} {shlex.quote(str(plan.run))}"
+    terminal.note(f"all gaps are in {path}; `{view}` colours tokens by them")
 
 
 # -- in a debugger -----------------------------------------------------------------------------------------------------

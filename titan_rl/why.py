@@ -82,7 +82,7 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
     if suspicions:
         count = f"{len(suspicions)} suspicion{'s' * (len(suspicions) != 1)}"
         yield f"audit --rewards has {count}:"
-        yield f"  python -m titan_rl.audit --rewards {run}"
+        yield f"  {command_of('audit')} --rewards {shlex.quote(str(run))}"
 
 
 def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
@@ -90,10 +90,10 @@ def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str
     for place, change in enumerate(finding.changes):
         yield from _wrap("   change  " if not place else "   or      ", str(change), width)
     if finding.advice:
-        yield from _wrap("   why     ", finding.advice.replace("RUN", str(run)), width)
+        yield from _wrap("   why     ", finding.advice.replace("RUN", shlex.quote(str(run))), width)
     if finding.samples:
         yield f"   read    {'; '.join(finding.samples)}"
-        yield f"           python -m titan_rl.look {shlex.quote(str(run))} --prompt {finding.prompt}"
+        yield f"           {command_of('look')} {shlex.quote(str(run))} --prompt {finding.prompt}"
     for effect in finding.effects:
         yield from _wrap("   effect  ", effect.text, width)
 

@@ -389,9 +389,7 @@ class TitanModel:
             if lora.is_adapter(name)
         }
         if dist.get_rank() == 0:
-            base = self.config.model.hf_assets_path
-            base = str(Path(base).absolute()) if base else ""
-            lora.write_peft(folder / PEFT_FOLDER, tensors, self.config.lora, self.shape, base)
+            lora.write_peft(folder / PEFT_FOLDER, tensors, self.config.lora, self.shape, self.config.model.base)
 
     def read_adapters(self, folder: str | Path) -> None:
         """Load the adapters of an exported folder; without one, set B to zero, which turns the adapters off."""

@@ -125,8 +125,7 @@ class ServedModels:
             shutil.rmtree(partial, ignore_errors=True)
             partial.parent.mkdir(parents=True, exist_ok=True)
             section = replace(self._model.config.lora, rank=spec.rank, alpha=spec.alpha, targets=[*spec.targets])
-            base = self._model.config.model.hf_assets_path
-            lora.write_peft(partial, adapters, section, self._model.shape, base and str(Path(base).absolute()))
+            lora.write_peft(partial, adapters, section, self._model.shape, self._model.config.model.base)
             if with_optimizer:
                 save_file(moments, partial / OPTIMIZER)
             known = {**facts, "rank": spec.rank, "alpha": spec.alpha, "targets": spec.targets, "seed": spec.seed}

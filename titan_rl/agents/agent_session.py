@@ -132,8 +132,8 @@ class AgentSession:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "several_models",
-            f"model: expected {known!r}, as in this rollout's earlier requests, found {model!r}. Several players in one "
-            "rollout are not supported: ask another server for the others.",
+            f"model: expected {known!r}, as in this rollout's earlier requests, found {model!r}. Several players in "
+            "one rollout are not supported: ask another server for the others.",
         )
 
     @property

@@ -1,6 +1,7 @@
 """Keys of the model and its training: [model] [lora] [training] [optimizer] [lr_scheduler] [parallelism]
 [activation_checkpoint] [compile] [checkpoint] [cold_start]."""
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,6 +15,9 @@ class ModelSection:
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
+    hub_name: str = ""
+    """Name of these weights on a model hub, as in "Qwen/Qwen3-0.6B". Exported adapters name it as their base. Empty:
+    they name the folder, which other machines lack."""
     dim: int = bounds(128, ge=1, le=2**17)
     """Hidden size."""
     n_layers: int = bounds(4, ge=1, le=1000)
@@ -39,6 +43,11 @@ class ModelSection:
     head_dtype: HeadDtype = "model"
     """Dtype of the logits, in the trainers and in vLLM. "model": as in the forward, so bfloat16 rounds each logit to
     8 bits. "float32": keep the float32 sums of the products, for a smaller gap between the two log-probs."""
+
+    @property
+    def base(self) -> str:
+        """Where adapters find these weights: their name on a hub, or their folder."""
+        return self.hub_name or (os.path.abspath(self.hf_assets_path) if self.hf_assets_path else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

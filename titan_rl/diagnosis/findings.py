@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_rl.config.sections import Config
+from titan_rl.wire.program import command_of
 
 PAGE = "docs/it_does_not_learn.md"
 
 
 def command(folder: object) -> str:
     """Return the command that shows a run's findings."""
-    return f"python -m titan_rl.why {shlex.quote(str(folder))}"
+    return f"{command_of('why')} {shlex.quote(str(folder))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 
 from titan_rl.diagnosis.findings import Change, Finding, number, percent
 from titan_rl.diagnosis.history import GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, History
+from titan_rl.wire.program import command_of
 
 CUT = 0.3
 """Share of answers cut off from which it matters: healthy runs have a few percent, and a third of the answers judged
@@ -390,4 +391,4 @@ def _remedy(run: History, name: str) -> Change:
             return Change("task.system_prompt", "show the format of a call, or demonstrate it in a cold start")
         case _:
             key = "task.agent" if config.task.agent else "environment.name"
-            return Change(key, "fix what raises: python -m titan_rl.check_env", config.rollout_code)
+            return Change(key, f"fix what raises: {command_of('check_env')}", config.rollout_code)

@@ -7,6 +7,7 @@ from titan_rl.diagnosis import teacher_rules
 from titan_rl.diagnosis.config_rules import begins_before_cuts
 from titan_rl.diagnosis.findings import Change, Finding, moved, number, percent, rounded
 from titan_rl.diagnosis.history import BEFORE, GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, History, Jump, is_number, jumps
+from titan_rl.wire.program import command_of
 
 COLLAPSE_STD = 0.5
 """A drop of the mean reward, in standard deviations of a reward, that no change of the prompts explains."""
@@ -273,7 +274,7 @@ def overfit(run: History) -> Finding | None:
         changes = (Change.of(run.config, "algorithm.kl_coef", 3 * kl if kl else 0.001),)
         advice = (
             "The reward is won on the training prompts only: overfitting, or a reward that the answers exploit. "
-            "`python -m titan_rl.audit --rewards RUN` names samples that look exploited; task.grader logs a second "
+            f"`{command_of('audit')} --rewards RUN` names samples that look exploited; task.grader logs a second "
             "opinion; eval.keep_best keeps the weights of the best score."
         )
     else:

@@ -21,6 +21,7 @@ from titan_rl.wire.counted import counted
 MOST_CHARACTERS = 4000
 """Of a line: the text of an error, or the name of a key, may have any number."""
 RELATIVE = re.compile("found none at|No module named")  # problems that another current folder would solve
+MOST_LINES = 100
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,10 +42,12 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
     console.print(
         f"titan_rl: {counted(len(problems), 'problem')} in {printable(source) or 'the command line'}", style="bold red"
     )
-    for problem in problems:
+    for problem in problems[:MOST_LINES]:
         line = " ".join(problem[:MOST_CHARACTERS].splitlines())
         more = f" ... ({len(problem):,} characters)" if len(problem) > MOST_CHARACTERS else ""
         console.print(f"  - {printable(line)}{more}", style="red")
+    if left := len(problems[MOST_LINES:]):
+        console.print(f"  and {left:,} more", style="red")
     if any(problem.startswith(NO_CONFIG) for problem in problems):
         console.print("shipped configs:")
         print_names(console, shipped())

@@ -28,6 +28,7 @@ from titan_rl.record.sample_view import brief_lines, good_and_bad
 from titan_rl.record.samples import Sample, opening_of
 from titan_rl.record.summary import known_lines, summarize
 from titan_rl.record.terminal import Progress, Terminal
+from titan_rl.wire.program import command_of
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
@@ -190,7 +191,7 @@ class Report(SelfClosing):
             opening = opening_of(prompts[sample.group].messages, sample.messages)
             lines += [*brief_lines(replace(sample, opening=opening), width, SAMPLE_LINES), Text()]
         return (
-            [*lines, Text(f"all of them: python -m titan_rl.look {shlex.quote(str(self._folder))}", "dim")]
+            [*lines, Text(f"all of them: {command_of('look')} {shlex.quote(str(self._folder))}", "dim")]
             if lines
             else []
         )

@@ -61,9 +61,9 @@ class JudgedSample:
         return f"step {self.step}, prompt {self.prompt}, sample {self.sample}: reward {self.reward:g}"
 
 
-def reward_report(folder: Path) -> list[str]:
-    """Return the report, one line per fact. Suspicions begin with "suspect: "."""
-    samples, unrewarded = _samples(folder)
+def reward_report(folder: Path, after: int = 0) -> list[str]:
+    """Return the report on the steps after one, a line per fact. Suspicions begin with "suspect: "."""
+    samples, unrewarded = _samples(folder, after)
     lines = list(_failures(folder, unrewarded, len(samples)))
     for fact in _facts(samples):
         lines += [f"{SUSPECT}{fact.text}", *fact.lines] if isinstance(fact, Suspicion) else [fact]
@@ -94,13 +94,13 @@ def _facts(samples: Sequence[JudgedSample]) -> Iterator[str | Suspicion]:
     yield from _duplicates(early, late)
 
 
-def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
-    """Return the answers that have a reward, and the number of answers without one."""
+def _samples(folder: Path, after: int) -> tuple[list[JudgedSample], int]:
+    """Return the answers after a step that have a reward, and the number of answers without one."""
     found, unrewarded = list[JudgedSample](), 0
     for line in whole_lines(folder / ROLLOUTS):
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             row = json.loads(line)
-            if row["kind"] != "rl":
+            if row["kind"] != "rl" or (after and row["step"] <= after):
                 continue
             if row["reward"] is None:
                 unrewarded += 1

@@ -8,12 +8,14 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.run_folder import FolderRefused, move_aside
+from titan_rl.wire.program import command_of
 
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -130,5 +132,6 @@ def _in_use(path: Path, holder: tuple[int, str] | None, hint: str) -> FolderRefu
     who = "another process" if holder is None else f"process {holder[0]} on {holder[1]}"
     return FolderRefused(
         f"job.dump_folder: expected a folder without a live run, found {path.parent}, where {who} is running. "
-        f"Wait for its end, stop it (python -m titan_rl.ctl {path.parent} stop), or use another folder.{hint}"
+        f"Wait for its end, stop it ({command_of('ctl')} {shlex.quote(str(path.parent))} stop), or use another "
+        f"folder.{hint}"
     )

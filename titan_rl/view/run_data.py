@@ -37,6 +37,7 @@ from titan_rl.record.summary import known_lines
 from titan_rl.record.token_view import tokenizer_of
 from titan_rl.view.token_pieces import Pieces
 from titan_rl.wire.counted import counted
+from titan_rl.wire.program import command_of
 
 MOST_STEPS = 2000  # points of a curve
 MOST_PROMPTS = 2000  # lives
@@ -282,7 +283,7 @@ def _groups(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
     if len(steps) < len(samples.steps) or len(found) < total:
         left_out.append(
             f"samples of {len(steps)} of {len(samples.steps)} steps, {len(found)} of their {total} groups; "
-            "`python -m titan_rl.look` shows all, --sample-mb raises the bound"
+            f"`{command_of('look')}` shows all, --sample-mb raises the bound"
         )
     found.sort(key=lambda group: (group["step"], group["index"]))
     return found

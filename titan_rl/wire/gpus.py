@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.wire.program import command_of
+
 PLANNED = "TITAN_RL_DEVICE"  # "cpu" or "cuda": in the environment of every rank
 
 
@@ -67,7 +69,7 @@ def require_planned_device(cuda_is_available: bool) -> None:
     if os.environ.get(PLANNED) == "cuda" and not cuda_is_available:
         raise RuntimeError(
             "expected a GPU, because the run was planned for CUDA, found none that torch can use: the driver may be "
-            'too old for torch (python -m titan_rl.doctor); hosts.device = "cpu" runs on the CPU'
+            f'too old for torch ({command_of("doctor")}); hosts.device = "cpu" runs on the CPU'
         )
 
 

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -469,3 +470,9 @@ def test_a_file_without_a_folder_writes_to_its_own(tmp_path: Path) -> None:
     assert load(tmp_path / "mine.toml", [("job.dump_folder", "x")]).job.dump_folder == "x"
     (tmp_path / "mine.toml").write_text('base = "grpo_llama"\n[job]\ndump_folder = "~/y"\n')
     assert load(tmp_path / "mine.toml").job.dump_folder == str(Path.home() / "y")
+
+
+def test_adapters_name_their_base_by_its_hub_or_its_folder() -> None:
+    section = Config().model
+    assert (section.base, replace(section, hf_assets_path="/models/a/../b").base) == ("", "/models/b")
+    assert replace(section, hf_assets_path="/models/b", hub_name="org/b").base == "org/b"

@@ -4,6 +4,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from titan_rl.audit import main as audit
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.record.config_history import cuts, reward_cut
@@ -26,7 +29,7 @@ def steps(folder: Path, config: Config, first: int, last: int, *, resumes: bool 
             log.step(step, {"reward/mean": 0.5}, {}, [])
 
 
-def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path) -> None:
+def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Config()
     steps(tmp_path, config, 1, 6, resumes=False)
     steps(tmp_path, config, 7, 8)
@@ -37,6 +40,8 @@ def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path) -> None:
     assert str(cuts(tmp_path)[1]) == f"since step 10: optimizer.lr 0.5 -> {config.optimizer.lr}"
     assert reward_cut(tmp_path) == 8
     assert any("only the steps after step 8 are examined" in note for note in DiagnosedRun.of(tmp_path).notes)
+    assert audit(["--rewards", str(tmp_path)]) == 0
+    assert "only the steps after step 8 are compared" in capsys.readouterr().out
     texts = [event["text"] for event in page_data([tmp_path], sample_bytes=1000)["runs"][0]["events"]]
     assert sum(text.startswith("since step 8: ") for text in texts) == 1
     with Ledger(tmp_path) as ledger:

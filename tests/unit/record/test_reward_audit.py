@@ -97,6 +97,11 @@ def test_a_planted_hack_is_suspected_and_its_samples_are_named(
     assert all(line.startswith("  step ") and ", prompt " in line and ", sample " in line for line in after)
 
 
+def test_steps_before_a_change_of_the_reward_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, longer)
+    assert any(line.startswith("reward: ") and "steps 21 to 23, " in line for line in reward_report(tmp_path, after=20))
+
+
 def test_a_text_that_is_right_for_its_reference_is_not_suspected(tmp_path: Path) -> None:
     """Few references, so that a text answers prompts with each of them, and nearly all of its answers are right."""
 

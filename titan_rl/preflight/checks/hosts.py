@@ -14,6 +14,7 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
 from titan_rl.preflight.refusal import problem
 from titan_rl.wire.certificates import CERT, certificate_problems, certified_names
+from titan_rl.wire.program import command_of
 from titan_rl.wire.worker_address import port_range, route_to, split_address, unreachable
 
 MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
@@ -80,7 +81,7 @@ def _check_addresses(hosts: HostsSection) -> Iterator[str]:
         why = "because tcp:// has no encryption, and every client that reaches a port executes code as you"
         yield f"hosts.insecure: expected true, {why}, found false; tls:// needs certificates (docs/security.md)"
     if "tls" in schemes and not hosts.tls:
-        yield 'hosts.tls: expected a folder with a certificate (python -m titan_rl.worker --init-tls), found ""'
+        yield f'hosts.tls: expected a folder with a certificate ({command_of("worker")} --init-tls), found ""'
     elif "tls" in schemes:
         yield from (f"hosts.tls: {problem}" for problem in certificate_problems(Path(hosts.tls)))
 
@@ -104,7 +105,7 @@ def _check_ssh(hosts: HostsSection) -> Iterator[str]:
 def missing_addresses(hosts: HostsSection) -> Iterator[str]:
     """Yield a problem if addresses are missing. A dry run needs none."""
     if hosts.at_addresses and hosts.number != len(hosts.addresses):
-        where = "where workers wait (python -m titan_rl.worker)"
+        where = f"where workers wait ({command_of('worker')})"
         if hosts.kind == "ssh":
             where = "where workers shall listen, such as tls://node1:26600"
         expected = f"{hosts.count or 'at least one'}, {where}"
