@@ -15,6 +15,10 @@ from typing import BinaryIO
 
 CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
+    # Longest silence of a process agent before Monarch gives its ranks up, 30 s by default. It counts the time in which
+    # the controller itself was stopped, as by Ctrl-Z. Deaths and lost hosts are known without it.
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10m",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10m",
 }
 TRACKER_KEYS = (
     "WANDB_API_KEY",

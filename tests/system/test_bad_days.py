@@ -194,6 +194,18 @@ def test_a_run_folder_without_room_ends_the_run_by_name_and_the_same_command_goe
         assert audited.returncode == 0, audited.stdout + audited.stderr
 
 
+@pytest.mark.slow
+def test_a_controller_that_was_stopped_for_longer_than_monarch_waits_goes_on(runs: Runs, tmp_path: Path) -> None:
+    run = runs.start(tmp_path / "run", training__steps=4000, cold_start__steps=2, eval__size=0)
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(75)
+    run.process.send_signal(signal.SIGCONT)
+    run.wait_for_step(run.lines("metrics.jsonl", "rl")[-1]["step"] + 20)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130, said(run)
+
+
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
