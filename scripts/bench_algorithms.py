@@ -44,8 +44,8 @@ from bench.rows import (
 from titan_rl.config.presets import PRESETS, algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, find, load, to_toml
-from titan_rl.deployed import Refused, overrides_of
 from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.tools.deployed import Refused, overrides_of
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "ppo"),  # baselines

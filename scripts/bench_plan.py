@@ -26,8 +26,8 @@ from typing import Any
 
 from bench.async_overlap import LONG_TAILED, WORKLOAD
 from bench.rows import BENCHMARKS, RUN, append_rows, metric_lines, ran_on, run_to_end
-from titan_rl.plan.advice import simulated
-from titan_rl.plan.measured import config_of, rates_of
+from titan_rl.tools.plan.advice import simulated
+from titan_rl.tools.plan.measured import config_of, rates_of
 
 SCRIPTS = Path(__file__).resolve().parent
 LIMIT = 0.15

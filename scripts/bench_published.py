@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from titan_rl.plan.__main__ import parser, read_case
-from titan_rl.plan.choose import choose, plans
+from titan_rl.tools.plan.__main__ import parser, read_case
+from titan_rl.tools.plan.choose import choose, plans
 
 CSV = Path(__file__).parents[1] / "docs/benchmarks/published.csv"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md (v0.4, DGX H100, GRPO)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Scores `python -m titan_rl.why` on runs that a seed draws: sick ones of 23 causes, and healthy ones.
+"""Scores `python -m titan_rl why` on runs that a seed draws: sick ones of 23 causes, and healthy ones.
 
     scripts/bench_why.py --seeds 10000 10400 --healthy 20000 20400
 

@@ -126,7 +126,7 @@ def parts_for(device: str, gpus: Gpus, folder: Path) -> list[Part]:
         ]
     return [
         Part("machine", "hardware and links", ["sh", "-c", "nvidia-smi; nvidia-smi topo -m"], 60),
-        Part("doctor", "this machine and its install", [python, "-m", "titan_rl.doctor"], 120),
+        Part("doctor", "this machine and its install", [python, "-m", "titan_rl", "doctor"], 120),
         Part(
             "tests",
             "kernels against their references",

@@ -33,11 +33,11 @@ from rlhf_rule import PARTS, follows
 from bench.rows import metric_lines
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, load
-from titan_rl.deployed import Refused, overrides_of
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.fetch.models import FetchFailed, with_models
+from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.reward_audit import SUSPECT, reward_report
+from titan_rl.tools.deployed import Refused, overrides_of
+from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 
 SCRIPTS = Path(__file__).resolve().parent

@@ -1,6 +1,6 @@
 """`titan_rl COMMAND ...`, which is `python -m titan_rl COMMAND ...`: each program of this package by its name.
 
-`titan_rl audit RUN` runs titan_rl.audit, and imports nothing else. `titan_rl --config X` is `titan_rl run --config X`.
+`titan_rl audit RUN` runs tools/audit.py, and imports nothing else. `titan_rl --config X` is `titan_rl run --config X`.
 """
 
 import os
@@ -32,12 +32,19 @@ TABLE = {
 """The arguments of each program, and its purpose. RUN is a run's job.dump_folder."""
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-COMMANDS = {
-    name: line
-    for name, line in TABLE.items()
-    if os.path.exists(os.path.join(HERE, f"{name}.py")) or os.path.isdir(os.path.join(HERE, name))
-}
-"""The programs that this version has."""
+
+
+def module_of(name: str) -> str:
+    """Return the module of a program; empty if this installation has none."""
+    for folder in ("", "tools"):
+        path = os.path.join(HERE, folder, name)
+        if os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__main__.py")):
+            return ".".join(filter(None, ("titan_rl", folder, name)))
+    return ""
+
+
+COMMANDS = {name: line for name, line in TABLE.items() if module_of(name)}
+"""The programs of this installation."""
 
 USAGE = 2
 
@@ -52,7 +59,7 @@ def entry() -> None:
         words = ["run", *words]  # the flags of a run
     if words and words[0] in COMMANDS:
         sys.argv[1:] = words[1:]
-        runpy.run_module(f"titan_rl.{words[0]}", run_name="__main__", alter_sys=True)
+        runpy.run_module(module_of(words[0]), run_name="__main__", alter_sys=True)
     elif words in (["--help"], ["-h"], ["help"]):
         program.outlive_readers()
         print(help_text(program.typed))

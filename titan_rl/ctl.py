@@ -1,4 +1,4 @@
-"""`python -m titan_rl.ctl RUN COMMAND`: show the state of a run, or control it. RUN is its dump folder.
+"""`python -m titan_rl ctl RUN COMMAND`: show the state of a run, or control it. RUN is its dump folder.
 
 Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or no run is active there on this host.
 """

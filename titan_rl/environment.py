@@ -84,6 +84,12 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
+def cache_folder() -> Path:
+    """Return where this package keeps files between runs: $TITAN_RL_CACHE, or titan_rl in the user's cache folder."""
+    own = os.environ.get("TITAN_RL_CACHE")
+    return Path(own) if own else cache_home() / "titan_rl"
+
+
 def unwritable(folder: Path) -> str:
     """Return why no file can be written in a folder, which is made if it does not exist, or ""."""
     if folder.parts[0] == "~":

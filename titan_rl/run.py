@@ -64,7 +64,7 @@ def early_config(argv: Sequence[str]) -> "Config | None":
 
 def fetch_models(config: "Config") -> None:
     """Fetch the pretrained models that the config names, or refuse the run."""
-    from titan_rl.fetch.models import FetchFailed, with_models
+    from titan_rl.preflight.pretrained import FetchFailed, with_models
     from titan_rl.preflight.refusal import refuse
 
     try:

@@ -1,8 +1,8 @@
-"""`python -m titan_rl.warm`: keep the engines imported between runs, so that each run starts in a third of the time.
+"""`python -m titan_rl warm`: keep the engines imported between runs, so that each run starts in a third of the time.
 
 It prints the variable that runs need, and keeps two processes (about 0.7 GB) until Ctrl-C:
 
-    $ python -m titan_rl.warm
+    $ python -m titan_rl warm
     export TITAN_RL_FORK_SERVERS=/tmp/titan_rl-4711-abcdefgh
 
 A run's ranks are forked from these processes instead of the run's own (meshes/fork_servers.py). They import nothing of

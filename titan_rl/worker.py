@@ -1,7 +1,7 @@
-"""`python -m titan_rl.worker`: offer this machine as a host, on which runs start ranks (docs/clusters.md).
+"""`python -m titan_rl worker`: offer this machine as a host, on which runs start ranks (docs/clusters.md).
 
-    python -m titan_rl.worker --init-tls FOLDER --hosts head,node1,node2       once: a CA, and certificates to copy
-    python -m titan_rl.worker --address tls://node1:26600 --tls FOLDER/node1   on node1, in the folder of the runs
+    python -m titan_rl worker --init-tls FOLDER --hosts head,node1,node2       once: a CA, and certificates to copy
+    python -m titan_rl worker --address tls://node1:26600 --tls FOLDER/node1   on node1, in the folder of the runs
 
 It listens only at the host or IP of --address. The port of --address answers with the port that serves the run, one of
 --ports or any free one. It serves one run after the other, until Ctrl-C.

@@ -16,8 +16,8 @@ from bench.rows import metric_lines, run_command
 from bench.step_shapes import SHAPES, Shape, chats
 from titan_rl.actors.vllm import launch_env, vllm_cpu
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.fetch.models import model_folder
 from titan_rl.text import tokenizer
+from titan_rl.tools.fetch.models import model_folder
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 TORCH, VLLM, OURS, LAG, TRL = "torch", "vLLM", "titan_rl", "titan_rl, lag 1", "TRL"

@@ -12,8 +12,8 @@ import pytest
 
 from support.running import RunFiles
 from titan_rl.config.plain_files import NotAFile
-from titan_rl.record.audit_rules import audit
-from titan_rl.view.page import page_data
+from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.view.page import page_data
 
 SEED, SECONDS = 20261128, 120
 FILES = (

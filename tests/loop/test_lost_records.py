@@ -10,9 +10,9 @@ import pytest
 
 from support.running import WHOLE, RunFiles, Runs
 from titan_rl.config.toml import load
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, sound_resume
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 def remove(*names: str) -> Callable[[Path], None]:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from support.running import WHOLE, RunFiles, Runs
-from titan_rl.audit import main
-from titan_rl.look import main as look
+from titan_rl.tools.audit import main
+from titan_rl.tools.look import main as look
 
 TIGHT = 1e-5  # mean log-prob gap between trainer and generator
 

@@ -15,12 +15,12 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", CUDA_VISIBLE_DEVICES
 import torch
 import torch.distributed as dist
 
-from titan_rl import export
 from titan_rl.actors.titan.model import local
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
 from titan_rl.config.toml import to_toml
 from titan_rl.preflight.plan import policy_of
+from titan_rl.tools import export
 from titan_rl.wire.checkpoint_sums import SUMS
 from titan_rl.wire.types import RoleName
 

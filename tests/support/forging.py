@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_rl.audit import main
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME, Ledger, events
+from titan_rl.tools.audit import main
+from titan_rl.tools.inspect.audit_rules import audit
 
 Line = dict[str, Any]
 Change = Callable[[Path], object]

@@ -1,4 +1,4 @@
-"""titan_rl.launch as its user starts it, with a stand-in for the job's Python."""
+"""titan_rl.tools.launch as its user starts it, with a stand-in for the job's Python."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ class Launched:
     def start(self, codes: Sequence[object], *more: str) -> subprocess.Popen[str]:
         (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         process = subprocess.Popen(
-            [sys.executable, "-m", "titan_rl.launch", *self.flags(*more)],
+            [sys.executable, "-m", "titan_rl", "launch", *self.flags(*more)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

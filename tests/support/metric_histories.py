@@ -1,4 +1,4 @@
-"""Metrics of runs, as runs write them, with the noise of their groups: what the rules of titan_rl.diagnosis read."""
+"""Metrics of runs, as runs write them, with the noise of their groups: what tools/diagnosis reads."""
 
 import math
 import random

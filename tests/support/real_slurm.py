@@ -195,7 +195,7 @@ class RealSlurm:
 
 @dataclass
 class SlurmRun(RunFiles):
-    """A run that titan_rl.launch follows on the head."""
+    """A run that titan_rl launch follows on the head."""
 
     slurm: RealSlurm
     process: "subprocess.Popen[bytes]"
@@ -203,7 +203,17 @@ class SlurmRun(RunFiles):
 
     @classmethod
     def start(cls, slurm: RealSlurm, folder: Path, within: Sequence[str], *flags: str) -> "SlurmRun":
-        command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.5"]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_rl.tools.launch",
+            "--config",
+            "grpo_llama",
+            "--on",
+            "slurm",
+            "--poll",
+            "0.5",
+        ]
         keys = {**SMALL, "algorithm.max_dead_steps": 0, "task.reward": "held_reward:exact", "job.dump_folder": folder}
         own = [f"--{key}={value}" for key, value in keys.items()]
         inside = slurm.switch.hosts[HEAD].command(*within, *command, *own, *flags)
@@ -228,9 +238,9 @@ class SlurmRun(RunFiles):
 
     @property
     def launcher(self) -> psutil.Process:
-        """Return the process of titan_rl.launch."""
+        """Return the process of titan_rl.tools.launch."""
         started = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        (launch,) = (each for each in started if each.cmdline()[1:3] == ["-m", "titan_rl.launch"])
+        (launch,) = (each for each in started if each.cmdline()[1:3] == ["-m", "titan_rl", "launch"])
         return launch
 
     @property

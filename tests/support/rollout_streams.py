@@ -17,14 +17,14 @@ from titan_rl.config.sections import (
     TaskSection,
     TrainingSection,
 )
-from titan_rl.record.audit_rules import BOUND_RULES
 from titan_rl.record.ledger import Ledger, bounds_of, events
-from titan_rl.record.run_history import History
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.audit_rules import BOUND_RULES
+from titan_rl.tools.inspect.run_history import History
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 

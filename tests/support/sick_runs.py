@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from support.metric_histories import Line, config, metrics
 from titan_rl.config.sections import Config
-from titan_rl.diagnosis.answers import AnswerFacts
-from titan_rl.diagnosis.history import History
-from titan_rl.diagnosis.ranking import diagnose
+from titan_rl.tools.diagnosis.answers import AnswerFacts
+from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.ranking import diagnose
 
 Curve = Callable[[float], float]
 SCALES = ((0, 1), (0, 1), (0, 10), (-1, 1), (-3, 3), (0, 100), (-1, 0))  # worst and best reward

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from titan_rl.config.sections import Config, TrainingSection
 from titan_rl.record.run_log import RunLog
-from titan_rl.view.__main__ import state_of
-from titan_rl.view.live import LiveServer
-from titan_rl.view.page import page_data
+from titan_rl.tools.view.__main__ import state_of
+from titan_rl.tools.view.live import LiveServer
+from titan_rl.tools.view.page import page_data
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> <!-- \u2028 \ud800 &lt;"

@@ -1,4 +1,4 @@
-"""A process of `titan_rl.serve --tinker`, and clients of Tinker's SDK that talk to it."""
+"""A process of `titan_rl serve --tinker`, and clients of Tinker's SDK that talk to it."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def served(folder: Path, log: Path, **overrides: Any) -> Iterator[tuple[Run, str
     flags = [f"--{key}={value}" for key, value in keys.items()]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "titan_rl.serve", "--tinker", "--config", "tinker_llama", *flags],
+            [sys.executable, "-u", "-m", "titan_rl", "serve", "--tinker", "--config", "tinker_llama", *flags],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

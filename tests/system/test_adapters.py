@@ -16,7 +16,7 @@ import install
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 ROOT = Path(__file__).parents[2]
 LOOKALIKES = "lookalikes"  # in tests/support, which the processes find
@@ -26,7 +26,7 @@ ROWS = [{"question": f"{a}*7=", "answer": str(7 * a), "expected": str(7 * a)} fo
 def checked(*flags: str, code: int = 0) -> str:
     """Return the output of check_env."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")}
-    command = [sys.executable, "-m", "titan_rl.check_env", *flags]
+    command = [sys.executable, "-m", "titan_rl", "check_env", *flags]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

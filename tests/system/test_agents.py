@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.running import Runs
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 def test_an_agent_that_uses_only_the_openai_package_is_trained_unchanged(runs: Runs, tmp_path: Path) -> None:

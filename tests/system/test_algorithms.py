@@ -15,7 +15,7 @@ from support.running import Run, Runs
 from titan_rl.tasks.prompts import judged
 from titan_rl.tasks.task import addition
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.why import main as why
+from titan_rl.tools.why import main as why
 from titan_rl.wire.types import Prompt
 
 STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}
@@ -119,7 +119,7 @@ def test_a_divergence_from_a_teacher_falls(runs: Runs, language_model: Run, tmp_
     for line in lines:
         assert line["loss"] == pytest.approx(line["distill/divergence"], rel=1e-4)
         assert 0 < line["distill/teacher_mass"] < 1
-    again = [sys.executable, "-m", "titan_rl.replay", str(run.folder), "--step", "8"]
+    again = [sys.executable, "-m", "titan_rl", "replay", str(run.folder), "--step", "8"]
     assert subprocess.run(again, capture_output=True, text=True, timeout=300).returncode == 0
 
 
@@ -241,7 +241,7 @@ def test_without_a_signal_a_run_stops_and_says_why(
     assert "algorithm.max_dead_steps" in out
     assert "The answers are noise: entropy" in out  # its weights are random
     assert "cold_start.steps = 200 (now 0)" in out
-    assert f"python -m titan_rl.why {run.folder}" in out
+    assert f"python -m titan_rl why {run.folder}" in out
     assert why([str(run.folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["cause"] == "noise_sampling"

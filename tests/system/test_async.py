@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import Clock

@@ -189,7 +189,7 @@ def test_a_run_folder_without_room_ends_the_run_by_name_and_the_same_command_goe
         assert {path.name for path in (seen.folder / "checkpoint").glob("step-*")} == whole, "nothing is half-written"
         disk.make_room()
         runs.finish(folder, training__steps=int(resumes[1]) + 1, **keys)
-        audit = [*disk.within(), sys.executable, "-m", "titan_rl.audit", str(folder)]
+        audit = [*disk.within(), sys.executable, "-m", "titan_rl", "audit", str(folder)]
         audited = subprocess.run(audit, capture_output=True, text=True, timeout=60)
         assert audited.returncode == 0, audited.stdout + audited.stderr
 

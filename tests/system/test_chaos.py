@@ -26,7 +26,7 @@ def under_chaos(
     keys |= {key.replace("__", "."): value for key, value in overrides.items()}
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "titan_rl.chaos", "--config", config, "--run", str(folder)),
+            *(sys.executable, "-m", "titan_rl", "chaos", "--config", config, "--run", str(folder)),
             *("--kills", str(len(faults)), "--seed", "5", "--only", ",".join(faults), "--pace", "0.1"),
             *("--patience", str(PATIENCE), "--csv", str(folder.with_suffix(".csv"))),
             *(part for key, value in keys.items() for part in (f"--{key}", str(value))),

@@ -31,6 +31,6 @@ def test_a_run_trains_on_chats_with_an_environment(runs: Runs, tmp_path: Path) -
         for turn, found in zip(turns, control[1:], strict=False):
             assert found == [*([END] if turn["finish"] == "length" else []), USER, END, ASSISTANT]
         assert all(begin < end for begin, end in pairwise(cuts))
-    audit = [sys.executable, "-m", "titan_rl.audit", str(run.folder)]
+    audit = [sys.executable, "-m", "titan_rl", "audit", str(run.folder)]
     done = subprocess.run(audit, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -12,7 +12,7 @@ from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import FakeSlurm, wait_until
 from support.outputs import same
 from support.running import SMALL, WHOLE, Run, RunFiles
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 
 def launch(on: str, folder: Path, *flags: str) -> Run:
     keys = SMALL | {key.replace("__", "."): value for key, value in WHOLE.items()}
-    command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", on, "--poll", "0.1"]
+    command = [sys.executable, "-m", "titan_rl", "launch", "--config", "grpo_llama", "--on", on, "--poll", "0.1"]
     own = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
     return Run(
         folder,

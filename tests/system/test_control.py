@@ -9,7 +9,7 @@ from typing import Any
 
 from support.running import Run, Runs
 from titan_rl.control.server import ANNOUNCEMENT
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 def ctl(folder: Path, *argv: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -62,6 +62,6 @@ def test_a_mixture_that_is_killed_and_resumed_is_the_uninterrupted_one(runs: Run
     assert len(set(waiting)) > 1  # prompts were passed over, and came back
     assert whole.summary()["bad_rows"] == resumed.summary()["bad_rows"] == 1
     assert [pid for pid, name, _ in resumed.processes() if name == "mixture"] == []
-    audit = [sys.executable, "-m", "titan_rl.audit", str(resumed.folder)]
+    audit = [sys.executable, "-m", "titan_rl", "audit", str(resumed.folder)]
     done = subprocess.run(audit, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Trained weights without a run: `python -m titan_rl.eval` and `python -m titan_rl.serve`."""
+"""Trained weights without a run: `python -m titan_rl eval` and `python -m titan_rl serve`."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def reported(run: RunFiles, step: int) -> dict[str, float]:
 
 
 def evaluate(run: RunFiles, *argv: str) -> str:
-    command = [sys.executable, "-m", "titan_rl.eval", *argv]
+    command = [sys.executable, "-m", "titan_rl", "eval", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=run.folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -75,7 +75,7 @@ def server(run: RunFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "titan_rl.serve", str(run.folder / "hf")],
+            [sys.executable, "-u", "-m", "titan_rl", "serve", str(run.folder / "hf")],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
@@ -152,9 +152,9 @@ def test_what_cannot_be_evaluated_is_one_line(run: RunFiles, tmp_path: Path) -> 
             "eval.sets.a.path: expected a JSONL or Parquet file, found none at '/no/file'",
         ),
     ):
-        command = [sys.executable, "-m", "titan_rl.eval", *argv]
+        command = [sys.executable, "-m", "titan_rl", "eval", *argv]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 2, done.stderr
         (line,) = (line for line in done.stderr.splitlines() if "is not isolated" not in line)
-        assert line.startswith("titan_rl.eval: ")
+        assert line.startswith("titan_rl eval: ")
         assert problem in line

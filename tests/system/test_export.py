@@ -1,4 +1,4 @@
-"""An exported folder in the hands of programs that do not know this project, and `python -m titan_rl.export`."""
+"""An exported folder in the hands of programs that do not know this project, and `python -m titan_rl export`."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def score(run: RunFiles, folder: Path, engine: str, scratch: Path) -> float:
 
 
 def export(run: RunFiles, *argv: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "titan_rl.export", str(run.folder), *argv]
+    command = [sys.executable, "-m", "titan_rl", "export", str(run.folder), *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -11,8 +11,8 @@ import pytest
 from support.chat_folders import chat_folder
 from support.running import Runs
 from support.tiny import tiny_llama
-from titan_rl.record.audit_rules import audit
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.audit_rules import audit
 
 FRAMEWORK = ("smolagents==1.26.0", "openai")
 

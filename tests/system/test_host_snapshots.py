@@ -117,6 +117,6 @@ def test_a_host_that_is_lost_with_its_trainer_costs_no_bit(runs: Runs, hosts: li
     undisturbed = local.finish()
     assert local.code == 0, undisturbed
     assert same(run, local)
-    audit = [sys.executable, "-m", "titan_rl.audit", str(run.folder)]
+    audit = [sys.executable, "-m", "titan_rl", "audit", str(run.folder)]
     audited = subprocess.run(audit, capture_output=True, text=True, timeout=SECONDS)
     assert audited.returncode == 0, audited.stdout

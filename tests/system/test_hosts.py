@@ -258,7 +258,7 @@ def test_a_trainer_without_room_for_all_rows_continues_with_fewer_until_its_host
     found, expected = losses(run), losses(local)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), "sums of floats in another order"
     assert [each[:3] for each in sampled(run)] == [each[:3] for each in sampled(local)], "the same rollouts"
-    audit = subprocess.run([sys.executable, "-m", "titan_rl.audit", str(run.folder)], capture_output=True, text=True)
+    audit = subprocess.run([sys.executable, "-m", "titan_rl", "audit", str(run.folder)], capture_output=True, text=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 

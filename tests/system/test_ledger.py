@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.audit import main
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME
+from titan_rl.tools.audit import main
+from titan_rl.tools.inspect.audit_rules import audit
 
 FULL = "full.txt"
 KEYS: dict[str, Any] = {

@@ -138,7 +138,7 @@ def test_adapters_are_not_resumed_under_another_base_or_scale(runs: Runs, whole:
 
 
 def test_both_kinds_of_export_are_proven(whole: Run, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_rl.export", str(whole.folder), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "titan_rl", "export", str(whole.folder), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "adapter/ has the adapters for PEFT" in done.stdout

@@ -298,7 +298,7 @@ def half_written(run: Run) -> list[int]:
 
 
 def audited(run: Run) -> None:
-    audit = [sys.executable, "-m", "titan_rl.audit", str(run.folder)]
+    audit = [sys.executable, "-m", "titan_rl", "audit", str(run.folder)]
     done = subprocess.run(audit, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

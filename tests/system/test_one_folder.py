@@ -45,7 +45,7 @@ def test_a_live_run_keeps_its_folder_to_itself(runs: Runs, tmp_path: Path) -> No
     assert not (tmp_path / "run.1").exists()
     dry = program("titan_rl.run", "--config", "grpo_llama", "--job.dump_folder", str(run.folder), "--dry-run")
     assert dry.returncode == 0, dry.stderr
-    audited = program("titan_rl.audit", str(run.folder))
+    audited = program("titan_rl.tools.audit", str(run.folder))
     assert audited.returncode == 0, audited.stdout + audited.stderr
 
     for command in ("checkpoint", "pause"):

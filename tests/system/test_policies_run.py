@@ -73,7 +73,7 @@ def alike(run: RunFiles, other: RunFiles) -> None:
 
 
 def audited(folder: Path) -> str:
-    command = [sys.executable, "-m", "titan_rl.audit", str(folder), "--all-bytes"]
+    command = [sys.executable, "-m", "titan_rl", "audit", str(folder), "--all-bytes"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

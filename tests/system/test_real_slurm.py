@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.real_slurm import KILL_WAIT, RealSlurm, SlurmRun, why_no_slurm
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

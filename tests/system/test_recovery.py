@@ -16,9 +16,9 @@ import pytest
 
 from support.outputs import losses, sampled, shared_memory
 from support.running import Run, Runs
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.config_history import cuts
 from titan_rl.record.ledger import events
+from titan_rl.tools.inspect.audit_rules import audit
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a separate mesh
     "task__reward": "dense_reward:digits",

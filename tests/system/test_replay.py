@@ -1,4 +1,4 @@
-"""`python -m titan_rl.replay`: a step is made again from kept batches, on the run's mesh and on another."""
+"""`python -m titan_rl replay`: a step is made again from kept batches, on the run's mesh and on another."""
 
 import json
 import os
@@ -24,7 +24,10 @@ def copy(whole: RunFiles, tmp_path: Path) -> Path:
 
 def replay(run: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "titan_rl.replay", str(run), *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "titan_rl", "replay", str(run), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -59,7 +62,7 @@ def test_the_debugger_stops_at_the_step(copy: Path) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, b"p len(batches)\nc\n")
     done = subprocess.run(
-        [sys.executable, "-m", "titan_rl.replay", str(copy), "--step", "8", "--debug", *ONE_RANK],
+        [sys.executable, "-m", "titan_rl", "replay", str(copy), "--step", "8", "--debug", *ONE_RANK],
         stdin=theirs,
         capture_output=True,
         text=True,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from support.hostile_rewards import SUMS
 from support.running import Runs
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import events
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 def test_a_run_whose_reward_hangs_raises_leaks_forks_and_ends_finishes_and_names_each(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from support.running import Runs
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 def test_what_the_policy_writes_is_executed_and_sees_nothing_of_the_run(runs: Runs, tmp_path: Path) -> None:

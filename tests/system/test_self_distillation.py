@@ -9,8 +9,8 @@ import pytest
 
 from support.outputs import same, sampled
 from support.running import Run, Runs
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.tools.inspect.audit_rules import audit
 
 FEW: dict[str, Any] = {"training__steps": 3, "checkpoint__interval": 100, "eval__interval": 3}
 SIBLING: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Clients of Tinker's SDK train on `titan_rl.serve --tinker`."""
+"""Clients of Tinker's SDK train on `titan_rl serve --tinker`."""
 
 import json
 import math

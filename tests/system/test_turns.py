@@ -11,7 +11,7 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Run, Runs
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 FEW: dict[str, Any] = {"cold_start__steps": 6, "training__steps": 6, "environment__concurrency": 16}
 

@@ -58,7 +58,7 @@ def test_the_tutorial_comes_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = commands()
     assert lines[:2] == ["source .venv/bin/activate", "mkdir phonebook && cd phonebook"]
     for line in lines[2:]:
-        if "titan_rl.serve" not in line:
+        if "titan_rl.tools.serve" not in line:
             print(obey(line, tmp_path))
             continue
         with served(line, tmp_path) as settings:

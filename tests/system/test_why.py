@@ -1,4 +1,4 @@
-"""Real runs that do not learn, each for a planted reason: the run warns, and titan_rl.why names it."""
+"""Real runs that do not learn, each for a planted reason: the run warns, and titan_rl why names it."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.running import Runs
-from titan_rl.why import main
+from titan_rl.tools.why import main
 
 SHORT: dict[str, Any] = {  # a cold start of 2 seconds after which some digits are right
     "cold_start__steps": 60,
@@ -50,7 +50,7 @@ def test_a_planted_cause_is_a_warning_and_the_first_cause(
     out = run.finish()
     assert run.code == 0, out
     assert [line for line in out.splitlines() if line.startswith("  warning  step ") and warning in line], out
-    assert f"python-mtitan_rl.why{run.folder}" in "".join(out.split()), "it may be wrapped"
+    assert f"python-mtitan_rlwhy{run.folder}" in "".join(out.split()), "it may be wrapped"
     assert main([str(run.folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["cause"] == rule

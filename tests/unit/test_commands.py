@@ -41,7 +41,7 @@ def test_usage_names_what_was_typed(name: str) -> None:
 
 
 def test_usage_names_other_ways_to_start() -> None:
-    assert typed("--help", start=("-m", "titan_rl.audit")).stdout.startswith("usage: python -m titan_rl.audit ")
+    assert typed("--help", start=("-m", "titan_rl", "audit")).stdout.startswith("usage: python -m titan_rl audit ")
     assert typed("audit", "-h", start=("-m", "titan_rl")).stdout.startswith("usage: python -m titan_rl audit ")
     script = typed("run", "-h", TITAN_RL_COMMAND="./scripts/run").stdout
     assert "\nusage: ./scripts/run --config" in script
@@ -74,11 +74,11 @@ def test_only_the_programs_module_is_imported() -> None:
     )
     done = typed("doctor", "--help", start=("-c", loaded + INSTALLED))
     assert done.stdout.splitlines()[-1] == str(
-        ["titan_rl.__main__", "titan_rl.doctor", "titan_rl.wire", "titan_rl.wire.program"]
+        ["titan_rl.__main__", "titan_rl.tools.doctor", "titan_rl.wire", "titan_rl.wire.program"]
     )
 
 
 def test_exit_codes_pass() -> None:
     done = typed("audit", "/no/such/run")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("titan_rl.audit: RUN: ")
+    assert done.stderr.startswith("titan_rl audit: RUN: ")

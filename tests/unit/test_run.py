@@ -100,7 +100,7 @@ def test_a_reader_that_has_ended_is_no_error(program: str) -> None:
 def test_an_audit_that_is_stopped_prints_no_traceback(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     ledger.write_bytes(b"no event\n" * 3_000_000)  # seconds to read
-    audit = start("titan_rl.audit", str(tmp_path))
+    audit = start("titan_rl.tools.audit", str(tmp_path))
     deadline = time.monotonic() + 60
     while str(ledger) not in opened_by(audit.pid):
         assert time.monotonic() < deadline

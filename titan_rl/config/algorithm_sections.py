@@ -66,7 +66,7 @@ class TaskSection:
     """Arguments of built-in verifiers, such as {pattern = "^yes", longest = 200} (docs/data.md)."""
     grader: str = ""
     """Another reward of every training answer, as in reward. It is logged and never trained on: see `python -m
-    titan_rl.audit --rewards`."""
+    titan_rl audit --rewards`."""
     reward_workers: int = bounds(4, ge=0, le=1024)
     """Maximum number of processes that call your own reward functions. They are started when calls wait. 0: calls them
     one at a time on a thread of the controller, which cannot be killed."""

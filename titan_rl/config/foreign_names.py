@@ -112,8 +112,8 @@ def foreign_hint(name: str) -> str:
 
 
 VALUES = {
-    ("hosts", "kind", "slurm"): "python -m titan_rl.launch --on slurm runs a config on a cluster",
-    ("hosts", "kind", "kubernetes"): "python -m titan_rl.launch --on kubernetes runs a config on a cluster",
-    ("hosts", "kind", "k8s"): "python -m titan_rl.launch --on kubernetes runs a config on a cluster",
+    ("hosts", "kind", "slurm"): "python -m titan_rl launch --on slurm runs a config on a cluster",
+    ("hosts", "kind", "kubernetes"): "python -m titan_rl launch --on kubernetes runs a config on a cluster",
+    ("hosts", "kind", "k8s"): "python -m titan_rl launch --on kubernetes runs a config on a cluster",
 }
 """Values that a key does not have, by section, key and value, and what does the same."""

@@ -1,4 +1,4 @@
-"""Keys of [launch]: what python -m titan_rl.launch asks a cluster's scheduler for. A run itself ignores them."""
+"""Keys of [launch]: what python -m titan_rl launch asks a cluster's scheduler for. A run itself ignores them."""
 
 from dataclasses import dataclass, field
 

@@ -49,7 +49,7 @@ class MetricsSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSection:
     batches: int = bounds(0, ge=0, le=10**6)
-    """Steps whose samples are kept in RUN/batches, the newest: `python -m titan_rl.replay` makes them again."""
+    """Steps whose samples are kept in RUN/batches, the newest: `python -m titan_rl replay` makes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class WeightSyncSection:
 class HostsSection:
     kind: Literal["local", "processes", "attach", "ssh"] = "local"
     """Where ranks run. "local": on this host; "processes": here, under `count` workers that stand for hosts; "attach":
-    where workers (python -m titan_rl.worker) wait at `addresses`; "ssh": there too, the run starts them."""
+    where workers (python -m titan_rl worker) wait at `addresses`; "ssh": there too, the run starts them."""
     count: int = bounds(0, ge=0, le=2**12)
     """Number of hosts. 0: one, or one per address."""
     addresses: list[str] = field(default_factory=list)
@@ -221,7 +221,7 @@ class HostsSection:
     """Ports of this host at which the workers reach the run, such as "26700-26799"; with kind "ssh" the workers use
     the same of theirs. Empty: any free ones. A running worker has --ports."""
     tls: str = ""
-    """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl.worker --init-tls makes them. Runs across hosts
+    """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl worker --init-tls makes them. Runs across hosts
     need it."""
     insecure: bool = False
     """Allow addresses that begin with tcp://: no encryption, and anyone who reaches a port executes code as you."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import titan_rl
-from titan_rl.fetch.models import cache_folder
+from titan_rl.environment import cache_folder
 
 FOLDER = "row_lengths"
 MOST_BYTES = 256 * 2**20

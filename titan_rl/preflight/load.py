@@ -17,10 +17,10 @@ from titan_rl.config.auto import device_of
 from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
-from titan_rl.fetch.models import FetchFailed, with_models
 from titan_rl.preflight.help import print_help, print_usage
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_needed
+from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus

@@ -1,4 +1,4 @@
-"""Keeps the samples of the last steps in RUN/batches, so that a step can be made again (titan_rl.replay).
+"""Keeps the samples of the last steps in RUN/batches, so that a step can be made again (titan_rl replay).
 
     step-N.npz    all samples end to end: tokens, mask, columns, kept sets, routes; and each sample's length and update
 

@@ -7,39 +7,61 @@ the next step as trained, and before a checkpoint that counts them.
 """
 
 import asyncio
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
-from rich.text import Text
 
 from titan_rl.config.sections import Config
-from titan_rl.diagnosis.findings import PAGE, command
-from titan_rl.diagnosis.watch import WINDOW, Watch
 from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
-from titan_rl.record.run_log import Kind, RunLog, rollout_lines
-from titan_rl.record.sample_view import brief_lines, good_and_bad
-from titan_rl.record.samples import Sample, opening_of
-from titan_rl.record.summary import known_lines, summarize
+from titan_rl.record.run_log import Kind, RunLog
+from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
-from titan_rl.wire.program import command_of
+from titan_rl.wire.parts import part
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
 
-SAMPLE_LINES = 12  # the end of a run shows at most these of each sample
-LABELS = 16  # characters of the column left of them
+LABELS = 16  # characters of the column left of samples
 # Seconds: by then the controller has sent the calls with which the next step begins, and an engine prepares its first
 # forward, which needs one core. The forward needs all of them.
 SOON = 0.005
 
 Written = tuple[int, int, int]  # a step, and the checksums of its lines in metrics.jsonl and rollouts.jsonl
+
+
+class Watching(Protocol):
+    """Reads the lines of metrics.jsonl as they are written, and warns of a run that does not learn."""
+
+    @property
+    def cause(self) -> str:
+        """Return why the steps so far taught nothing, or ""."""
+        ...
+
+    @property
+    def hint(self) -> str:
+        """Return what explains a run without progress; "" if it progresses."""
+        ...
+
+    def step(self, line: Mapping[str, Any]) -> Sequence[str]: ...
+    def restart(self, metrics: Path) -> None: ...
+    def score(self, step: int, scores: Mapping[str, Any]) -> None: ...
+
+
+class Unwatched:
+    cause = hint = ""
+
+    def __init__(self, config: Config) -> None: ...
+    def step(self, line: Mapping[str, Any]) -> Sequence[str]:
+        return ()
+
+    def restart(self, metrics: Path) -> None: ...
+    def score(self, step: int, scores: Mapping[str, Any]) -> None: ...
 
 
 class Report(SelfClosing):
@@ -50,7 +72,7 @@ class Report(SelfClosing):
         self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
         self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
-        self._watch = Watch(config)
+        self._watch: Watching = (part("warnings of rules") or Unwatched)(config)
         self._step, self._groups = 0, list[Group]()  # the last one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="report")
         self._unwritten: Callable[[], Written] | None = None  # writes the last step
@@ -59,7 +81,7 @@ class Report(SelfClosing):
     def ready(self, step: int, bad_rows: int = 0) -> None:
         """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
         self._log.startup(step, self._clock.lap()["wall"], bad_rows)
-        self._watch.restart(known_lines(self._folder / "metrics.jsonl", last=2 * WINDOW))
+        self._watch.restart(self._folder / "metrics.jsonl")
 
     @contextmanager
     def fitting(self, name: str, start: int, last: int) -> Iterator[None]:
@@ -177,21 +199,7 @@ class Report(SelfClosing):
         summary = summarize(self._folder, self._name, self._config)
         self._log.summary(summary, "finished" if finished else "stopped")
         if finished:
-            hints = [*self._log.hints]
-            if self._watch.stands_still:
-                hints.append(f"{command(self._folder)}  (no progress: {PAGE})")
-            self._terminal.summary(summary, self._samples(), self._folder, hints)
-
-    def _samples(self) -> list[Text]:
-        """Return lines of a good and a bad sample of the last step; none if no step ran."""
-        lines, width = list[Text](), min(100, self._terminal.width - LABELS)
-        prompts = {number: group.prompt for number, group in enumerate(self._groups)}
-        written = [Sample.of(line) for line in rollout_lines(self._step, self._groups)]
-        for sample in good_and_bad(written):
-            opening = opening_of(prompts[sample.group].messages, sample.messages)
-            lines += [*brief_lines(replace(sample, opening=opening), width, SAMPLE_LINES), Text()]
-        return (
-            [*lines, Text(f"all of them: {command_of('look')} {shlex.quote(str(self._folder))}", "dim")]
-            if lines
-            else []
-        )
+            hints, shown = [*self._log.hints, *filter(None, [self._watch.hint])], part("samples at the end")
+            width = min(100, self._terminal.width - LABELS)
+            samples = shown(self._folder, self._step, self._groups, width) if shown else []
+            self._terminal.summary(summary, samples, self._folder, hints)

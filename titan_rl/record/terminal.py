@@ -38,7 +38,10 @@ REMIND = 30.0  # seconds between two plain lines that name the running work
 ERASE_BELOW = "\x1b[J"
 DOWN, UP = "\n\n", "\x1b[2A\r"  # one empty line and one more: a warning of two lines, the usual kind, fits
 STEP_WIDTH = 100
-FEW_SIGNAL, MANY_CUT = 0.05, 0.3  # shares of groups with signal and of answers cut off, as titan_rl/diagnosis has them
+FEW_SIGNAL, MANY_CUT = (
+    0.05,
+    0.3,
+)  # shares of groups with signal and of answers cut off, as tools/diagnosis has them
 GAP_MEAN, GAP_MULT = 1e-2, 1.05  # above these, trainer and generator disagree more than rounding explains
 
 DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # nested phases of each asyncio task

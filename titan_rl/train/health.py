@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.batch.experience import dead
 from titan_rl.config.sections import Config
-from titan_rl.diagnosis.findings import PAGE, command
 from titan_rl.train.stragglers import STRAGGLER_FACTOR, STRAGGLER_STEPS, Stragglers
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.program import WHY_PAGE, why_command
 from titan_rl.wire.reports import COMPILED, MEMORY, EngineStats, StepStats
 from titan_rl.wire.types import Group, PhaseName, Sample
 
@@ -43,7 +43,7 @@ class Health:
         """`cause` returns why the steps so far taught nothing, or "". `memory` gets the memory/* metrics of a step on
         GPUs, once."""
         self._warn, self._cause, self._memory, self._steps = warn, cause, memory, 0
-        self._more = f"`{command(config.job.dump_folder)}` names causes and samples; {PAGE} explains them."
+        self._more = f"`{why_command(config.job.dump_folder)}` names causes and samples; {WHY_PAGE} explains them."
         self._ranks = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._replicas = Stragglers(STRAGGLER_FACTOR, STRAGGLER_STEPS)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps

@@ -1,4 +1,4 @@
-"""Failpoints: places where titan_rl.chaos can make this process fail.
+"""Failpoints: places where titan_rl chaos can make this process fail.
 
     chaos ── FOLDER/"generator0[tp=0] read" ──> failpoint "read" of that rank ── FOLDER/hits.jsonl ──> chaos
 
@@ -33,7 +33,7 @@ class FaultOrder(NamedTuple):
 
 
 def give(folder: Path, rank: str, point: str, order: FaultOrder) -> None:
-    """Leave an order for a rank. Called by titan_rl.chaos."""
+    """Leave an order for a rank. Called by titan_rl.tools.chaos."""
     path = folder / f"{rank} {point}"
     draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(order._asdict()))

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -14,6 +15,8 @@ from typing import Any
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130  # exit codes
 FAILED_AGAIN = 3  # exit code of a run that would fail in the same way if it were started again
 
+WHY_PAGE = "docs/it_does_not_learn.md"
+
 typed = ""
 """The command by which the user started one of several programs, as in "titan_rl audit"; empty: python -m."""
 
@@ -22,7 +25,14 @@ def command_of(name: str) -> str:
     """Return what the user types to start a program; without a name, what starts any of them. A run needs no name."""
     if typed:
         return f"{typed} {'' if name == 'run' else name}".rstrip()
-    return f"python -m titan_rl.{name}" if name else "python -m titan_rl"
+    if name == "run":
+        return "python -m titan_rl.run"
+    return f"python -m titan_rl {name}".rstrip()
+
+
+def why_command(folder: object) -> str:
+    """Return the command that names why a run does not learn."""
+    return f"{command_of('why')} {shlex.quote(str(folder))}"
 
 
 def enter(main: Callable[[], int], stopped: str = "") -> None:

@@ -19,7 +19,7 @@ from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import replay_metrics
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import Config, Dtype, TrainingSection
-from titan_rl.diagnosis.engine_rules import AGREEMENT
+from titan_rl.tools.diagnosis.engine_rules import AGREEMENT
 from titan_rl.wire.types import Batch, Rows, Sample
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_misplaced_routes_show_in_the_agreement(plant: Callable[[np.ndarray], np
     (rows,) = packed().microbatches
     logprobs, _, _ = learnt(rows, model())
     moved, _, metrics = learnt(replace(rows, routes=plant(own_routes(rows, model()))), model())
-    assert metrics["routing/agreement"] < AGREEMENT - 0.1, "titan_rl.why names it"
+    assert metrics["routing/agreement"] < AGREEMENT - 0.1, "titan_rl.tools.why names it"
     assert (moved - logprobs).abs().max() > 1e-3
 
 

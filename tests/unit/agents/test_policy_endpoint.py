@@ -1,4 +1,4 @@
-"""The endpoint of `titan_rl.serve` on a real socket: any client, its own sampling, nothing ignored."""
+"""The endpoint of `titan_rl serve` on a real socket: any client, its own sampling, nothing ignored."""
 
 import asyncio
 import random

@@ -151,7 +151,7 @@ def test_what_a_file_sets_wins() -> None:
         ("ppo_llama", {}, 4, 8),  # one trainer and the critic
         ("ppo_reward_model_llama", {}, 2, 4),  # the reward model judges while others are sampled
         ("sft_llama", {"rollout.max_staleness_steps": 1}, 4, 8),
-        ("sft_llama", {"eval.size": 0}, 4, 8),  # titan_rl.serve starts a generator
+        ("sft_llama", {"eval.size": 0}, 4, 8),  # titan_rl serve starts a generator
     ],
 )
 def test_threads_are_the_cores_of_those_that_compute_at_the_same_time(

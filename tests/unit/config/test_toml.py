@@ -225,7 +225,7 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         (
             '[hosts]\nkind = "slurm"',
             'expected one of "local", "processes", "attach", "ssh", found "slurm"; '
-            "python -m titan_rl.launch --on slurm runs a config on a cluster",
+            "python -m titan_rl launch --on slurm runs a config on a cluster",
         ),
         (
             "[model]\nname = [1]",

@@ -11,12 +11,13 @@ import pytest
 from support.chat_folders import TEMPLATES, chat_folder
 from support.checked_configs import config, edit
 from support.folders import write_header
-from titan_rl import lint, run
+from titan_rl import run
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.plan import policy_of
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools import lint
 
 SHAPE = replace(shape_of(ModelSection()), vocab_size=640)
 Linted = Callable[..., tuple[int, str]]
@@ -114,7 +115,7 @@ def test_a_config_that_cannot_be_used_is_refused(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m titan_rl.lint --config NAME|FILE")
+    assert capsys.readouterr().out.startswith("usage: python -m titan_rl lint --config NAME|FILE")
 
 
 def test_plain_prompts_use_no_template(tmp_path: Path, linted: Linted) -> None:
@@ -210,7 +211,7 @@ def test_a_template_that_does_not_write_the_tools_of_the_environment_is_a_warnin
 
 def test_the_linter_fetches_the_model_that_a_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model(tmp_path / "model", "hermes")
-    monkeypatch.setattr("titan_rl.fetch.models.model_folder", lambda name, key: folder)
+    monkeypatch.setattr("titan_rl.tools.fetch.models.model_folder", lambda name, key: folder)
     (tmp_path / "run.toml").write_text('[model]\nhf_assets_path = "fetch:smollm2"\n[task]\ntemplate = "chat"\n')
     assert lint.main(["--config", str(tmp_path / "run.toml")]) == 0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.audit_rules import audit
+from titan_rl.tools.inspect.audit_rules import audit
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME
+from titan_rl.tools.inspect.audit_rules import audit
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 

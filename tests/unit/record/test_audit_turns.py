@@ -8,8 +8,8 @@ import pytest
 from support.forging import Change, Line, every, found_in, ledger, of, rollouts
 from support.turn_drivers import TOOL, Forking
 from support.written_runs import WrittenRun, config
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import events
+from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.wire.sessions import DriverLost, Outcome, Session
 
 

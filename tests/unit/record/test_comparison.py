@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from support.written_runs import WrittenRun, config
-from titan_rl import compare
-from titan_rl.record import comparison
-from titan_rl.record.plots import Curve, Range, plot, sparkline
-from titan_rl.record.recorded_run import NoRun, RecordedRun, current_names
 from titan_rl.record.scores import estimate, independent_difference, paired_difference
+from titan_rl.tools import compare
+from titan_rl.tools.inspect import comparison
+from titan_rl.tools.inspect.plots import Curve, Range, plot, sparkline
+from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, current_names
 
 DATA = """[task]
 eval_path = "test.jsonl"
@@ -178,7 +178,7 @@ def test_folders_that_cannot_be_compared(
     assert compare.main([str(tmp_path / name.format(tmp_path.name)) for name in names]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("titan_rl.compare: RUN: ")
+    assert captured.err.startswith("titan_rl compare: RUN: ")
     assert captured.err.count("\n") == 1
     assert problem in captured.err
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.audit import main as audit
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.record.config_history import cuts, reward_cut
-from titan_rl.record.diagnosed_run import DiagnosedRun
 from titan_rl.record.ledger import Ledger, bounds_of
-from titan_rl.record.run_history import History
 from titan_rl.record.run_log import RunLog
-from titan_rl.view.page import page_data
+from titan_rl.tools.audit import main as audit
+from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
+from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.view.page import page_data
 
 SEED = 20261128
 REWARD = {"task.reward": "number"}

@@ -19,12 +19,12 @@ import pytest
 
 from support.written_runs import WrittenRun, config
 from titan_rl.config.sections import Config, FaultSection, MetricsSection
-from titan_rl.record.audit_rules import audit
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.ledger import NAME, Ledger
 from titan_rl.record.lines import LineFile, Unwritable, whole_lines
 from titan_rl.record.metric_docs import DOCS
 from titan_rl.record.run_log import RunLog
+from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.wire.errors import RankFailed, RunError
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.sections import Config, RolloutSection, TrainingSection
-from titan_rl.record.audit_rules import BOUND_RULES
 from titan_rl.record.ledger import NAME, Damaged, Ledger, bounds_of, digest, events
 from titan_rl.record.lines import LineFile, superseded
-from titan_rl.record.run_history import History
+from titan_rl.tools.inspect.audit_rules import BOUND_RULES
+from titan_rl.tools.inspect.run_history import History
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 COMPLETION = Completion([5, 6], [-0.5, -0.25], [0, 0], "stop")

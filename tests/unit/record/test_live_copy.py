@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from support.written_runs import WrittenRun, config
-from titan_rl.audit import main
 from titan_rl.record.ledger import NAME
 from titan_rl.record.lines import whole_lines
-from titan_rl.record.run_history import METRICS, ROLLOUTS
 from titan_rl.record.run_lock import RunLock
+from titan_rl.tools.audit import main
+from titan_rl.tools.inspect.run_history import METRICS, ROLLOUTS
 
 STEPS = 4
 

@@ -121,4 +121,4 @@ async def test_the_end_shows_a_good_and_a_bad_sample_of_the_last_step(
     assert ["reward 1.00" in line for line in shown].count(True) == 1
     assert ["reward 0.00" in line for line in shown].count(True) == 1
     assert any(line.split() == ["end"] for line in shown)
-    assert f"python -m titan_rl.look {tmp_path}" in " ".join(out.split())
+    assert f"python -m titan_rl look {tmp_path}" in " ".join(out.split())

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from titan_rl.audit import main
 from titan_rl.record.ledger import Ledger
-from titan_rl.record.reward_audit import SUSPECT, reward_report
+from titan_rl.tools.audit import main
+from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
 
 Answer = dict[str, Any]  # text, reward, and what a line may have besides
 
@@ -174,7 +174,7 @@ def test_a_short_or_broken_run_has_a_report(tmp_path: Path, capsys: pytest.Captu
         (["a", "b"], "error: unrecognized arguments: b"),
         (
             ["/no/such"],
-            "titan_rl.audit: RUN: expected the dump folder of an RL run, with its ledger.jsonl, found no",
+            "titan_rl audit: RUN: expected the dump folder of an RL run, with its ledger.jsonl, found no",
         ),
         (["--rewards"], "error: the following arguments are required: RUN"),
         (["--rewards", "/"], "expected the dump folder of an RL run, with its rollouts.jsonl, found none in /\n"),

@@ -37,7 +37,7 @@ def test_a_folder_in_use_is_refused_by_name_until_its_process_is_dead(tmp_path: 
         with pytest.raises(FolderRefused) as refused:
             RunLock(folder)
         assert f"found {folder}, where process {holder.pid} on {socket.gethostname()} is running" in str(refused.value)
-        assert f"python -m titan_rl.ctl {folder} stop" in str(refused.value)
+        assert f"python -m titan_rl ctl {folder} stop" in str(refused.value)
         assert json.loads((folder / LOCK).read_text()) == {"pid": holder.pid, "host": socket.gethostname()}
         holder.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titan_rl.config.sections import Config
 from titan_rl.record.run_log import RunLog
-from titan_rl.record.samples import Samples
+from titan_rl.tools.inspect.samples import Samples
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 

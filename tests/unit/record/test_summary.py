@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import Config
-from titan_rl.record.audit_rules import History
 from titan_rl.record.ledger import Ledger, bounds_of, events
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
+from titan_rl.tools.inspect.audit_rules import History
 
 METRICS = {"tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
 

@@ -14,10 +14,10 @@ import pytest
 from support.rollout_streams import Echo, begin, ids, ledger_lines, replayed, source, stream
 from titan_rl.record.ledger import NAME, decode, events
 from titan_rl.record.metrics import _part_metrics
-from titan_rl.record.run_history import History
 from titan_rl.record.run_log import rollout_lines
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.run_history import History
 from titan_rl.wire.types import Group, Judgement, Prompt, Rollout
 
 LOST = Judgement(math.nan, error="my:f did not return within 5 s")

@@ -114,5 +114,5 @@ def test_every_import_is_a_declared_dependency() -> None:
     }
     assert undeclared == {
         "titan_rl/agents/verifiers_agent.py: verifiers",  # it runs in an environment.python that has it
-        "titan_rl/fetch/convert_gguf.py: gguf",  # it runs in a process that has a fetched wheel on its path
+        "titan_rl/tools/fetch/convert_gguf.py: gguf",  # it runs in a process that has a fetched wheel on its path
     }

@@ -101,7 +101,7 @@ def test_a_run_without_signal_ends_with_the_cause_and_where_to_look() -> None:
     assert error is not None
     assert error.again
     assert error.details.startswith("The reward is 0.500 for all of 64 answers. ")
-    assert "python -m titan_rl.why outputs/dead" in error.details
+    assert "python -m titan_rl why outputs/dead" in error.details
     assert "docs/it_does_not_learn.md" in error.details
 
 

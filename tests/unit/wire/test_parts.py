@@ -1,0 +1,25 @@
+"""Optional parts are found by name, and a key that needs a missing one says so."""
+
+import pytest
+
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import find, load
+from titan_rl.preflight.pretrained import FetchFailed, with_models
+from titan_rl.wire.parts import PARTS, PartMissing, has_part, needed_part, part
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_of_the_table_exists(name: str) -> None:
+    assert has_part(name)
+    assert callable(part(name))
+
+
+@pytest.mark.parametrize("place", ["tools.gone.models:load", "tools.fetch.gone:load", "ext.gone:load"])
+def test_a_missing_part_is_named_with_the_key_that_needs_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARTS, "pretrained models", place)
+    assert part("pretrained models") is None
+    with pytest.raises(PartMissing, match=r"some\.key: expected an installation with titan_rl/\w+/\w+"):
+        needed_part("pretrained models", "some.key")
+    assert with_models(Config()) == Config()
+    with pytest.raises(FetchFailed, match=r"model\.hf_assets_path: expected an installation with titan_rl/"):
+        with_models(load(find("grpo_smollm2")))
