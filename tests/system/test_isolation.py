@@ -31,7 +31,7 @@ def test_a_tracker_is_outside_and_no_rank_has_its_key(
     )
     run.wait_for_step(1)
     tree = psutil.Process(run.process.pid).children(recursive=True)
-    (tracker,) = (each for each in tree if "titan_rl.record.trackers" in each.cmdline())
+    (tracker,) = (each for each in tree if "titan_rl.ext.trackers" in each.cmdline())
     assert os.readlink(f"/proc/{tracker.pid}/ns/net") == os.readlink("/proc/self/ns/net")
     outside = (tracker, *tracker.children(recursive=True))
     inside = {each.pid for each in tree if each not in outside} | set(run.workers().values())

@@ -5,7 +5,7 @@
     evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
     evaluation_answers.jsonl  one line per evaluated set: its first problems' answers, and failed ones
     tb/              TensorBoard events; the cold start's steps are a separate run, tb/cold_start
-    trackers.json    ids of the run in its experiment trackers (titan_rl/record/trackers)
+    trackers.json    ids of the run in its experiment trackers (titan_rl/ext/trackers)
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
 lines move to `*.superseded.jsonl` and their points leave TensorBoard's curves, so no step is counted twice.
@@ -30,8 +30,8 @@ from titan_rl.record.config_history import keep_config
 from titan_rl.record.curves import Curves
 from titan_rl.record.evaluation import ANSWERS, Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
-from titan_rl.record.trackers.messages import COLUMNS, State, has_samples, overview, sample_rows
-from titan_rl.record.trackers.tracking import Trackers
+from titan_rl.record.sample_rows import COLUMNS, has_samples, overview, sample_rows
+from titan_rl.record.sinks import Sink, State
 from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.program import command_of
 from titan_rl.wire.types import Group, Rollout
@@ -62,7 +62,7 @@ class RunLog(SelfClosing):
         *,
         resume_step: int | None = None,
         cold_start_step: int | None = None,
-        trackers: Trackers | None = None,
+        trackers: Sink | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.folder, self._config, self._trackers, self._warn = folder, config, trackers, warn

@@ -3,6 +3,7 @@
 Each is an attribute of a module in titan_rl/ext or titan_rl/tools. The core runs without them (scripts/without).
 """
 
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 PARTS = {
     "pretrained models": "tools.fetch.models:model_folder",
     "samples at the end": "tools.inspect.last_samples:last_samples",
+    "trackers": "ext.trackers.tracking:tracking",
     "warnings of rules": "tools.diagnosis.watch:Watch",
 }
 """Where each part is."""
+
+CHECKS = ("ext.trackers.checks",)
+"""Modules with `problems(config)` and `warnings(config)`, which are checked before a run."""
 
 
 class PartMissing(Exception):
@@ -28,14 +33,28 @@ def part(name: str) -> Any:
 def needed_part(name: str, key: str) -> Any:
     """Return the part that a key needs."""
     if not has_part(name):
-        folder = "/".join(PARTS[name].partition(":")[0].split(".")[:2])
-        raise PartMissing(f"{key}: expected an installation with titan_rl/{folder} ({name}), found one without")
+        raise PartMissing(missing_part(name, key))
     return part(name)
+
+
+def missing_part(name: str, key: str) -> str:
+    """Return the message that refuses a key whose part is missing."""
+    folder = "/".join(PARTS[name].partition(":")[0].split(".")[:2])
+    return f"{key}: expected an installation with titan_rl/{folder} ({name}), found one without"
 
 
 def has_part(name: str) -> bool:
     """Return True if this installation has a part. Nothing but its package is imported."""
+    return _exists(PARTS[name].partition(":")[0])
+
+
+def modules_of(names: Iterable[str]) -> list[Any]:
+    """Return the modules of these names that this installation has."""
+    return [import_module(f"titan_rl.{name}") for name in names if _exists(name)]
+
+
+def _exists(module: str) -> bool:
     try:
-        return find_spec(f"titan_rl.{PARTS[name].partition(':')[0]}") is not None
+        return find_spec(f"titan_rl.{module}") is not None
     except ModuleNotFoundError:  # the package has no folder
         return False

@@ -1,9 +1,14 @@
 """Optional parts are found by name, and a key that needs a missing one says so."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
+from titan_rl.preflight.checks import problems
+from titan_rl.preflight.checks.parts import NEEDED
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.wire.parts import PARTS, PartMissing, has_part, needed_part, part
 
@@ -23,3 +28,19 @@ def test_a_missing_part_is_named_with_the_key_that_needs_it(place: str, monkeypa
     assert with_models(Config()) == Config()
     with pytest.raises(FetchFailed, match=r"model\.hf_assets_path: expected an installation with titan_rl/"):
         with_models(load(find("grpo_smollm2")))
+
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "trackers": {"metrics": {"trackers": ["wandb"]}},
+}
+"""Keys that need each part."""
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in NEEDED])
+def test_a_config_that_needs_a_missing_part_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(find("grpo_llama"))
+    monkeypatch.setitem(PARTS, name, "ext.gone.module:load")
+    assert not any("ext/gone" in line for line in problems(config)), "grpo_llama needs none"
+    changed = {section: replace(getattr(config, section), **keys) for section, keys in SETTINGS[name].items()}
+    (line,) = [line for line in problems(replace(config, **changed)) if "ext/gone" in line]
+    assert line.endswith(f"expected an installation with titan_rl/ext/gone ({name}), found one without")

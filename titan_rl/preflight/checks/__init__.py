@@ -21,8 +21,8 @@ from titan_rl.preflight.checks import (
     policies,
     rollouts,
     task,
-    trackers,
 )
+from titan_rl.preflight.checks.parts import CHECKS, check_parts
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
@@ -82,8 +82,9 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from rollouts.check_environment(config)
     yield from rollouts.check_evaluation(config)
     yield from rollouts.check_sandbox(config)
-    yield from trackers.check_tracker_names(config)
-    yield from trackers.check_tracker_packages(config)
+    yield from check_parts(config)
+    for part in CHECKS:
+        yield from part.problems(config)
     yield from hosts.check_launch(config)
     yield from hosts.check_hosts(config, gpus.count)
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
@@ -117,7 +118,7 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
-    found += [*task.data_warnings(config), *trackers.tracker_warnings(config)]
+    found += [*task.data_warnings(config), *(warning for part in CHECKS for warning in part.warnings(config))]
     if shape := usable_shape(config)[0]:
         config = with_adapter_sync(config, shape, device)
         found += merge_warning(config, shape, device)

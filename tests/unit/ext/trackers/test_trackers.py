@@ -19,14 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from support.wandb_files import history, records
 from titan_rl.config.sections import Config, HostsSection, LaunchSection, MetricsSection, TaskSection
+from titan_rl.ext.trackers import tracking as parent
+from titan_rl.ext.trackers.messages import SERVICES, grouped, public_config
+from titan_rl.ext.trackers.tracking import Trackers, read_ids, tracking
 from titan_rl.record.run_log import RunLog
-from titan_rl.record.trackers import tracking as parent
-from titan_rl.record.trackers.messages import COLUMNS, SERVICES, grouped, overview, public_config, sample_rows
-from titan_rl.record.trackers.tracking import Trackers, read_ids, tracking
+from titan_rl.record.sample_rows import COLUMNS, overview, sample_rows
 from titan_rl.wire.program import command_of
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 METRICS = {"reward/mean": 0.5, "loss": 0.1, "entropy": 1.5, "logprob_gap/mean": 1e-7, "eval/hard/pass@2": 0.25}
 HISTOGRAMS = {"policy_age/histogram": [3.0, 1.0]}
 
@@ -241,13 +242,13 @@ def test_a_tracker_ends_its_run_after_the_controller_was_killed(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (elsewhere / "packages").mkdir()
-    (elsewhere / "packages" / "wandb.py").write_text((Path(__file__).parents[2] / "support/tiny_wandb.py").read_text())
+    (elsewhere / "packages" / "wandb.py").write_text((Path(__file__).parents[3] / "support/tiny_wandb.py").read_text())
     monkeypatch.setenv("PYTHONPATH", f"{elsewhere}/packages{os.pathsep}{os.environ['PYTHONPATH']}")
     program = """if True:
         import sys, time
         from pathlib import Path
         from titan_rl.config.sections import Config, MetricsSection
-        from titan_rl.record.trackers.tracking import IDS, Trackers
+        from titan_rl.ext.trackers.tracking import IDS, Trackers
         config = Config(metrics=MetricsSection(trackers=["wandb"]))
         trackers = Trackers(Path("run"), "tiny", config, resumed=False, warn=print)
         trackers.log("rl", 1, {"loss": 1.0}, {})

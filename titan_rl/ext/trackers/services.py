@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from titan_rl.record.trackers.messages import COLUMNS, FIRST, Axis, Begin, Service, State
+from titan_rl.ext.trackers.messages import Begin, Service
+from titan_rl.record.sample_rows import COLUMNS, FIRST
+from titan_rl.record.sinks import Axis, State
 
 Histograms = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By name: counts, and the edges between which they are."""

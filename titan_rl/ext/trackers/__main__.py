@@ -1,6 +1,6 @@
 """The process of one tracker.
 
-    python -m titan_rl.record.trackers SERVICE REPLIES        REPLIES is a descriptor
+    python -m titan_rl.ext.trackers SERVICE REPLIES        REPLIES is a descriptor
 
 It reads messages from stdin, one JSON line each, and answers each one. Signals to all processes of a job leave it
 alone: it ends after "finish", or soon after its run was killed.
@@ -13,8 +13,8 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
-from titan_rl.record.trackers.messages import Begin, Service
-from titan_rl.record.trackers.services import CLASSES, ENVIRONMENT, Tracker
+from titan_rl.ext.trackers.messages import Begin, Service
+from titan_rl.ext.trackers.services import CLASSES, ENVIRONMENT, Tracker
 
 NICE = 19  # ranks go first
 ORPHAN_SECONDS = 30  # for the rest of a run that was killed

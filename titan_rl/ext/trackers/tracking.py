@@ -21,10 +21,11 @@ from typing import Any
 
 from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config
+from titan_rl.ext.trackers.messages import SERVICES, Begin, Service, grouped, public_config
 from titan_rl.isolation import outside
 from titan_rl.record.curves import edges_of
 from titan_rl.record.lines import write_whole
-from titan_rl.record.trackers.messages import SERVICES, Axis, Begin, Service, State, grouped, public_config
+from titan_rl.record.sinks import Axis, State, Warn
 
 IDS = "trackers.json"
 """File in the dump folder with the ids of its runs in the trackers."""
@@ -36,7 +37,6 @@ LATE_SECONDS = 60.0  # without an answer, until the run warns
 EXIT_SECONDS = 2.0  # for a process that has sent everything
 FLUSH_SECONDS = {"finished": 30.0, "stopped": 8.0, "failed": 8.0}  # at the end, for what waits
 
-Warn = Callable[[str], None]
 Begun = Callable[[Service, str], None]
 
 
@@ -120,7 +120,7 @@ class TrackerProcess:
         (self._folder / LOGS).mkdir(exist_ok=True)
         with open(self._folder / LOGS / f"{self.service}.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "titan_rl.record.trackers", self.service, str(replies)],
+                [sys.executable, "-m", "titan_rl.ext.trackers", self.service, str(replies)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import Config, MetricsSection
+from titan_rl.ext.trackers import checks
 from titan_rl.preflight.checks import problems, warnings
-from titan_rl.preflight.checks import trackers as checks
 
 
 def config_of(*trackers: str) -> Config:

@@ -10,9 +10,14 @@ from urllib.parse import urlsplit
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
-from titan_rl.record.trackers.messages import TRACKERS
+from titan_rl.ext.trackers.messages import TRACKERS
 
 WANDB_SERVER = "https://api.wandb.ai"
+
+
+def problems(config: Config) -> Iterator[str]:
+    yield from check_tracker_names(config)
+    yield from check_tracker_packages(config)
 
 
 def check_tracker_names(config: Config) -> Iterator[str]:
@@ -49,7 +54,7 @@ def is_installed(package: str) -> bool:
     return False
 
 
-def tracker_warnings(config: Config) -> Iterator[str]:
+def warnings(config: Config) -> Iterator[str]:
     if "wandb" in config.metrics.trackers and not wandb_can_write():
         yield (
             'metrics.trackers: "wandb" finds no API key, so that the run would be in no project: call "wandb login", '

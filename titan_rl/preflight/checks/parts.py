@@ -1,0 +1,19 @@
+"""Checks that this installation has the optional parts that the keys need, and the checks of these parts themselves."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from titan_rl.config.sections import Config
+from titan_rl.wire import parts
+
+CHECKS = parts.modules_of(parts.CHECKS)
+
+NEEDED: Sequence[tuple[str, str, Callable[[Config], bool]]] = (
+    ("trackers", "metrics.trackers", lambda config: bool({*config.metrics.trackers} - {"tensorboard"})),
+)
+"""A part, the key that needs it, and whether it does."""
+
+
+def check_parts(config: Config) -> Iterator[str]:
+    for name, key, needs in NEEDED:
+        if needs(config) and not parts.has_part(name):
+            yield parts.missing_part(name, key)
