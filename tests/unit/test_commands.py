@@ -20,8 +20,10 @@ def typed(*words: str, start: tuple[str, ...] = ("-c", INSTALLED), **env: str) -
 
 
 def test_the_table_has_every_program() -> None:
-    modules = [path for path in (ROOT / "titan_rl").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
-    packages = [path.parent for path in (ROOT / "titan_rl").glob("*/__main__.py")]
+    folders = [ROOT / "titan_rl", ROOT / "titan_rl/tools"]
+    files = [path for folder in folders for path in folder.glob("*.py")]
+    modules = [path for path in files if '__name__ == "__main__"' in path.read_text()]
+    packages = [path.parent for folder in folders for path in folder.glob("*/__main__.py")]
     assert {path.stem for path in modules + packages} - {"__main__"} == set(COMMANDS)
 
 
@@ -74,7 +76,7 @@ def test_only_the_programs_module_is_imported() -> None:
     )
     done = typed("doctor", "--help", start=("-c", loaded + INSTALLED))
     assert done.stdout.splitlines()[-1] == str(
-        ["titan_rl.__main__", "titan_rl.tools.doctor", "titan_rl.wire", "titan_rl.wire.program"]
+        ["titan_rl.__main__", "titan_rl.tools", "titan_rl.tools.doctor", "titan_rl.wire", "titan_rl.wire.program"]
     )
 
 

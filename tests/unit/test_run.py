@@ -92,7 +92,7 @@ def test_a_reader_that_has_ended_is_no_error(program: str) -> None:
     """As in `... | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    ended = start(f"titan_rl.{program}", "--help", stdout=writing)
+    ended = start("titan_rl", program, "--help", stdout=writing)
     os.close(writing)
     assert (ended.communicate(timeout=120)[1], ended.returncode) == ("", 0)
 

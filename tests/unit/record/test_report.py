@@ -17,6 +17,7 @@ from titan_rl.record.lines import LineFile, Unwritable, whole_lines
 from titan_rl.record.report import Report
 from titan_rl.record.run_log import RunLog, checksum
 from titan_rl.record.terminal import Terminal
+from titan_rl.tools.inspect.last_samples import SAMPLE_LINES
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
@@ -117,7 +118,7 @@ async def test_the_end_shows_a_good_and_a_bad_sample_of_the_last_step(
         report.done(finished=True)
     out = capsys.readouterr().out
     shown = out[out.index("samples") :].partition("all of them: ")[0].splitlines()
-    assert len(shown) <= 2 * reporting.SAMPLE_LINES + 2
+    assert len(shown) <= 2 * SAMPLE_LINES + 2
     assert ["reward 1.00" in line for line in shown].count(True) == 1
     assert ["reward 0.00" in line for line in shown].count(True) == 1
     assert any(line.split() == ["end"] for line in shown)

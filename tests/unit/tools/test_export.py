@@ -85,7 +85,7 @@ def test_an_unknown_dtype(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_refusing_imports_no_engine(run: Path) -> None:
     code = (
-        f"import sys; from titan_rl export import main; code = main([{str(run)!r}, '--step', '1']); "
+        f"import sys; from titan_rl.tools.export import main; code = main([{str(run)!r}, '--step', '1']); "
         "sys.exit(bool({'torch', 'torchtitan', 'transformers', 'monarch', 'vllm'} & sys.modules.keys()) or code)"
     )
     assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 2
