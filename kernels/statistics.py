@@ -26,6 +26,9 @@ class Statistics:
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+Loss = tuple[torch.Tensor, Statistics]
+
+
 def masked_sum(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
     """Sum the selected values. `where` selects them, so that masked values may be anything, NaN included."""
     return torch.where(on_T, values_T.detach(), torch.zeros_like(values_T)).sum()

@@ -99,8 +99,8 @@ def with_routes(rows: Any, routes: list[np.ndarray]) -> Any:
 
 def random_mixture(folder: Path, seed: int) -> None:
     from titan_rl.config.sections import ModelSection
+    from titan_rl.ext.tiny.shrink import write_stand_in
     from titan_rl.preflight.shapes import shape_of
-    from titan_rl.preflight.tiny import write_stand_in
 
     model = ModelSection(name="qwen3_moe", n_layers=4, experts=16, experts_per_token=2)
     folder.mkdir()

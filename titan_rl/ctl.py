@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.control.client import DONE, REFUSED, Endpoint, RequestFailed
+from titan_rl.ext.control.client import DONE, REFUSED, Endpoint, RequestFailed
 from titan_rl.record.plan_view import labelled
 from titan_rl.record.terminal import duration, open_console, visible
 from titan_rl.wire.program import command_of, path_argument

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES
-from titan_rl.control.server import Control
 from titan_rl.controller import Controller
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
@@ -20,7 +19,7 @@ from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
-from titan_rl.train.status import UNSAVED, Scale, Status
+from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RunError
@@ -34,24 +33,19 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     assert task is not None
     config, folder, clock = setup.config, setup.folder, Clock()
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
-    control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
+    socket = Path(os.environ["TMPDIR"]) / "control"
     incidents = Incidents(folder, config.fault, terminal.warn, setup.model_folder)
-    status = Status(stop, incidents, saves=config.checkpoint.enable)
-    control.question(status=status.answer)
-    control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
-    if not config.checkpoint.enable:
-        control.withhold("checkpoint", "pause", why=UNSAVED)
     folder_watch: asyncio.Task[None] | None = None
     folder_before = os.stat(folder)
     try:
         resumed = not setup.resume.nothing
         async with (
             tracking(folder, setup.name, config, resumed=resumed, warn=terminal.warn) as trackers,
-            control,
+            steering(setup, socket, stop, incidents, terminal.note) as steers,
             launched(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
-            status.meshes = meshes
+            steers.meshes = meshes
             folder_watch = asyncio.create_task(watch_folder(folder, folder_before, watch.fail))
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None
@@ -60,7 +54,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                 with terminal.phase("weights: plan, stage, connect"):
                     plan = await watch.drive(weights.connect(config, setup.shape))
                 terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")
-                control.offer(scale=Scale(setup, meshes.generators).answer)
+                steers.scales(meshes.generators)
             resume, heldout = setup.resume, len(setup.heldout.prompts)
             with (
                 RunLog(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.sections import BYTES
-from titan_rl.control.server import Control
 from titan_rl.controller import Controller
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.snapshot_store import Snapshots
@@ -30,7 +29,7 @@ from titan_rl.train.bring_up import Launch, Meshes, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
-from titan_rl.train.status import UNSAVED, Scale, Status
+from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop, Stops
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RunError
@@ -43,19 +42,18 @@ async def session_of_policies(setup: Setup, terminal: Terminal, launched: Launch
     assert task is not None
     folder, incidents = setup.folder, Incidents(setup.folder, setup.config.fault, terminal.warn, setup.model_folder)
     stops, before = Stops(task), os.stat(folder)
-    control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
-    control.offer(stop=stops.leave)
+    socket = Path(os.environ["TMPDIR"]) / "control"
     folder_watch: asyncio.Task[None] | None = None
     try:
         async with (
-            control,
+            steering(setup, socket, stops, incidents, terminal.note) as steers,
             launched(setup, terminal, incidents, lambda: stops.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
             folder_watch = asyncio.create_task(watch_folder(folder, before, watch.fail))
             assert meshes.generators is not None
             work = await watch.drive(connected(setup, terminal, meshes, watch, incidents, stops))
-            control.offer(scale=Scale(setup, meshes.generators).answer)
+            steers.scales(meshes.generators)
             await watch.drive(together(work, stops))
             if stops.given_up:
                 raise asyncio.CancelledError  # ranks may be busy: call none of them again
@@ -102,19 +100,14 @@ async def drive(
     config, folder, resume, task = setup.config, setup.folder, setup.resume, asyncio.current_task()
     assert task is not None
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds, stops=stops)
-    control = Control(folder, Path(os.environ["TMPDIR"]) / f"control-{folder.name}", announce=terminal.note)
-    status = Status(stop, incidents, saves=config.checkpoint.enable)
-    status.meshes = meshes
-    control.question(status=status.answer)
-    control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
-    if not config.checkpoint.enable:
-        control.withhold("checkpoint", "pause", why=UNSAVED)
+    socket = Path(os.environ["TMPDIR"]) / f"control-{folder.name}"
     snapshots = Snapshots(meshes.trainers, None, incidents.note)  # takes none
     regrowth = Regrowth(meshes.trainers, meshes.rank_places, config, incidents)
     async with (
         tracking(folder, setup.name, config, resumed=not resume.nothing, warn=terminal.warn) as trackers,
-        control,
+        steering(setup, socket, stop, incidents, terminal.note) as steers,
     ):
+        steers.meshes = meshes
         with (
             RunLog(folder, setup.name, config, resume_step=resume.rl, trackers=trackers, warn=terminal.warn) as log,
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,

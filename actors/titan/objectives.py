@@ -2,24 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
-from titan_rl.kernels.statistics import Statistics, add_gaps
+from titan_rl.kernels.statistics import Loss
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Batch
 
 VALUE_CLIP = 0.2
 """Maximum change of the critic's value of a token within one step."""
-
-Loss = tuple[torch.Tensor, Statistics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +26,11 @@ class Objectives:
     entropy: EntropyControl | None = None
 
     def named(self, kind: str) -> Callable[[DeviceRows, Batch], Loss]:
-        return {
-            "supervised": self.supervised,
-            "rl": self.preference if self.config.algorithm.online_pairs else self.policy,
-            "preference": self.preference,
-            "reward": self.reward,
-            "value": self.value,
-        }[kind]
+        if kind == "preference" or (kind == "rl" and self.config.algorithm.online_pairs):
+            return self.pairs("losses of pairs")
+        if kind == "reward":
+            return self.pairs("losses of reward models")
+        return {"supervised": self.supervised, "rl": self.policy, "value": self.value}[kind]
 
     def supervised(self, rows: DeviceRows, batch: Batch) -> Loss:
         logprob, entropy = self.model.logprobs(rows, temperature=1.0)
@@ -63,24 +58,9 @@ class Objectives:
         )
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 
-    def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
-        algorithm, online = self.config.algorithm, self.config.algorithm.online_pairs
-        logprob, entropy = self.model.logprobs(rows, temperature=self.config.rollout.temperature if online else 1.0)
-        loss, statistics = preference_loss(
-            logprob,
-            entropy,
-            Pairs(rows.mask, rows.sequences, rows.count, max(batch.sequences // 2, 1)),
-            shared_keys(Preference, algorithm, name=algorithm.pair_loss if online else algorithm.name),
-            reference_T=rows.columns["reference"] if algorithm.needs_reference else None,
-            kl_T=rows.columns.get("kl"),
-        )
-        if online:
-            add_gaps(statistics, logprob, rows.columns["behaviour"], rows.mask > 0)
-        return loss, statistics
-
-    def reward(self, rows: DeviceRows, batch: Batch) -> Loss:
-        pairs = Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2)
-        return bradley_terry_loss(self.model.values(rows), pairs)
+    def pairs(self, part: str) -> Callable[[DeviceRows, Batch], Loss]:
+        """Return an objective over pairs, which is an optional part."""
+        return partial(needed_part(part, "algorithm.name"), self.model, self.config)
 
     def value(self, rows: DeviceRows, batch: Batch) -> Loss:
         return value_loss(

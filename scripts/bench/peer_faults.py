@@ -14,7 +14,7 @@ import psutil
 
 from bench.peer_runs import OURS, Launch, Step, launch, peer_trace, steps_of, temporary, with_env, write_assets
 from bench.peer_shapes import SHAPES
-from titan_rl.control.client import Endpoint
+from titan_rl.ext.control.client import Endpoint
 from titan_rl.wire.counted import counted
 
 VICTIMS = ("trainer", "generator", "controller")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from bench.rows import CONFIG
-from titan_rl.control.client import Endpoint
+from titan_rl.ext.control.client import Endpoint
 from titan_rl.meshes.fork_servers import KINDS, OFF, VARIABLE, ask
 
 WAYS = {"forked": {}, "cold": {VARIABLE: OFF}}

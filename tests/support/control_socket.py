@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.control.server import Control, RequestRefused
+from titan_rl.ext.control.server import Control
+from titan_rl.wire.errors import CommandRefused
 
 STATUS = {
     "run": {"state": "training", "phase": "rl", "step": 3, "of": 8, "saved": None, "up_seconds": 75.2, "held_out": 0.5},
@@ -32,7 +33,7 @@ async def never() -> None:
 
 
 async def refuse() -> None:
-    raise RequestRefused("not now")
+    raise CommandRefused("not now")
 
 
 async def fail() -> None:

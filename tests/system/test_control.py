@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.running import Run, Runs
-from titan_rl.control.server import ANNOUNCEMENT
+from titan_rl.ext.control.server import ANNOUNCEMENT
 from titan_rl.tools.inspect.audit_rules import audit
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support.running import RunFiles
-from titan_rl.record.kept_batches import KeptBatches
+from titan_rl.ext.replay.kept_batches import KeptBatches
 
 ONE_RANK = ("--parallelism.data_parallel_shard_degree", "1")
 

@@ -17,7 +17,7 @@ from support.forked_programs import results_of
 from support.running import Runs
 from support.tiny import perturbed, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.record.kept_batches import KeptBatches
+from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.wire.routes import Routes, known
 from titan_rl.wire.types import Branch, Completion, Request, Sampling, Turn
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.outputs import losses, sampled, shared_memory
 from support.running import WHOLE, Run, RunFiles, Runs
-from titan_rl.control.server import ANNOUNCEMENT
+from titan_rl.ext.control.server import ANNOUNCEMENT
 from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.wire.failpoints import FOLDER, HITS, FaultOrder, give
 

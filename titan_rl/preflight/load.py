@@ -22,8 +22,8 @@ from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_needed
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.preflight.refusal import refuse
-from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
+from titan_rl.wire.parts import has_part, missing_part, needed_part
 
 TINY = "tiny"
 
@@ -87,7 +87,10 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
     if len(problems) > len(arguments.problems):
         refuse(arguments.config, problems)
     config, policies = configs.pop(""), configs
+    if arguments.scale == TINY and not has_part("tiny runs"):
+        refuse(arguments.config, [missing_part("tiny runs", "--scale")])
     if arguments.scale == TINY:
+        shrunk = needed_part("tiny runs", "--scale")
         models, keys = stand_ins(config, arguments.dry_run and not submits), {key for key, _ in arguments.overrides}
         config, scaled = shrunk(config, keys, models)
         policies = {name: shrunk(each, keys, models)[0] for name, each in policies.items()}

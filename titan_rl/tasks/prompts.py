@@ -9,18 +9,57 @@ flight.
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from titan_rl.agents.conversation import ChatText, Opening, PlainText, opened
 from titan_rl.agents.tools import Schema
-from titan_rl.tasks.curriculum import Curriculum
 from titan_rl.tasks.orders import order_of
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Prompt, Sample
+
+
+class Curriculum(Protocol):
+    """Which examples are passed over when their turn comes."""
+
+    note: str  # a message for the user, until it is taken
+
+    @property
+    def on(self) -> bool: ...
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    def visited(self, index: int, rewards: Sequence[float]) -> None: ...
+    def passes_over(self, index: int) -> bool: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoCurriculum:
+    """Every example is sampled at each of its turns."""
+
+    on = False
+
+    def __init__(self) -> None:
+        self.note, self.metrics = "", dict[str, float]()
+
+    def visited(self, index: int, rewards: Sequence[float]) -> None: ...
+    def passes_over(self, index: int) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"solved": [], "waits": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _curriculum(task: Task) -> Curriculum:
+    if not task.curriculum.on:
+        return NoCurriculum()
+    return needed_part("curriculum", "curriculum")(task.curriculum, len(task.train), task.unfit)
 
 
 class PromptSource:
@@ -35,7 +74,7 @@ class PromptSource:
         self._position = 0  # id of the next prompt
         self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
-        self._curriculum = Curriculum(task.curriculum, len(task.train), task.unfit)
+        self._curriculum = _curriculum(task)
         self._remembers = self._curriculum.on
         self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
         self._again: deque[tuple[int, int]] = deque()  # prompts that were in flight when the run was cut

@@ -24,8 +24,8 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.auto import device_of, on_device, threads
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
+from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.lines import encode, replacing
 from titan_rl.record.summary import known_lines
 from titan_rl.tools.deployed import Refused, drive, in_own_network, named_refusals, overrides_of

@@ -24,7 +24,6 @@ from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, u
 from titan_rl.config.sections import Config
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.kept_batches import KeptBatches
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
 from titan_rl.tasks.privileged import aligned
@@ -33,6 +32,7 @@ from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.errors import RankFailed, RunError
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.top_tokens import of_trained, without_teacher
@@ -236,7 +236,7 @@ class Learner:
     async def _keep_batches(self, updates: Sequence[Sequence[Sample]]) -> None:
         """Write the samples of the step that is made next, if record.batches asks for it."""
         if keep := self._config.record.batches:
-            kept = KeptBatches(self._setup.folder, keep)
+            kept = needed_part("kept batches", "record.batches")(self._setup.folder, keep)
             await asyncio.to_thread(kept.write, self._done + 1, updates)
 
     async def supervise(self, samples: Sequence[Sample]) -> StepStats:

@@ -13,8 +13,8 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from titan_rl.control.server import RequestRefused
 from titan_rl.record.terminal import Terminal
+from titan_rl.wire.errors import CommandRefused
 from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import PhaseName
 
@@ -189,7 +189,7 @@ class Stop:
     async def pause(self) -> dict[str, Any]:
         """Train nothing after the current step until `resume`. Generators finish the samples they have started."""
         if self.requested:
-            raise RequestRefused("the run is stopping")
+            raise CommandRefused("the run is stopping")
         self._go.clear()
         return await self.checkpoint()
 

@@ -38,5 +38,9 @@ class RequestRefused(RunError):
     """An engine cannot sample this request: its prompt is too long, for example. Other requests are not affected."""
 
 
+class CommandRefused(Exception):
+    """A command of the run's user that cannot be carried out; str() is the answer."""
+
+
 class WeightsRefused(RuntimeError):
     """These weights are not the announced ones, and must not be served."""

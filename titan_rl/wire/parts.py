@@ -9,8 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "control": "ext.control.steering:steered",
+    "curriculum": "ext.curriculum.curriculum:Curriculum",
+    "kept batches": "ext.replay.kept_batches:KeptBatches",
+    "losses of pairs": "ext.preference.objectives:preference",
+    "losses of reward models": "ext.preference.objectives:reward",
     "pretrained models": "tools.fetch.models:model_folder",
     "samples at the end": "tools.inspect.last_samples:last_samples",
+    "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
     "warnings of rules": "tools.diagnosis.watch:Watch",
 }

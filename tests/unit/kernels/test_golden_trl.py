@@ -34,8 +34,8 @@ from titan_rl.batch.advantages import (
     kl_penalty,
     leave_one_out,
 )
+from titan_rl.ext.preference.preference_loss import Pairs, Preference, bradley_terry_loss
 from titan_rl.kernels.policy_loss import policy_loss
-from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss
 from titan_rl.kernels.surrogate import Surrogate
 
 TRL_POLICY, TRL_RLOO = cases("trl_policy.json"), cases("trl_rloo.json")

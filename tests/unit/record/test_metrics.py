@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.actors.titan.reduction import Reduction, finish
+from titan_rl.ext.preference.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.kl import Estimator
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from titan_rl.control.server import RequestRefused
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.stop import Stop
+from titan_rl.wire.errors import CommandRefused
 from titan_rl.wire.spans import Clock
 
 PROGRAM = """
@@ -234,7 +234,7 @@ def test_a_paused_loop_that_is_stopped_saves_nothing_more() -> None:
     async def asks(stop: Stop) -> Any:
         await stop.pause()
         await stop.leave()
-        with pytest.raises(RequestRefused, match="stopping"):
+        with pytest.raises(CommandRefused, match="stopping"):
             await stop.pause()
 
     loop.alongside(asks)

@@ -31,6 +31,10 @@ def test_a_missing_part_is_named_with_the_key_that_needs_it(place: str, monkeypa
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "curriculum": {"curriculum": {"solved_visits": 2}},
+    "kept batches": {"record": {"batches": 3}},
+    "losses of pairs": {"algorithm": {"name": "dpo"}},
+    "losses of reward models": {"algorithm": {"name": "reward_model"}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

@@ -8,6 +8,10 @@ from titan_rl.wire import parts
 CHECKS = parts.modules_of(parts.CHECKS)
 
 NEEDED: Sequence[tuple[str, str, Callable[[Config], bool]]] = (
+    ("curriculum", "curriculum", lambda config: config.curriculum.on),
+    ("kept batches", "record.batches", lambda config: config.record.batches > 0),
+    ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
+    ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
     ("trackers", "metrics.trackers", lambda config: bool({*config.metrics.trackers} - {"tensorboard"})),
 )
 """A part, the key that needs it, and whether it does."""

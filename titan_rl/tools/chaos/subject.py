@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from titan_rl.control.client import Endpoint, RequestFailed
+from titan_rl.ext.control.client import Endpoint, RequestFailed
 from titan_rl.record.incidents import NAME, Incident
 from titan_rl.record.lines import whole_lines
 from titan_rl.wire import failpoints

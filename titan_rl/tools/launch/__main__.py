@@ -20,10 +20,10 @@ from pathlib import Path
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.environment import private_folder
+from titan_rl.ext.tiny.shrink import HOSTS
 from titan_rl.preflight.checks import judged
 from titan_rl.preflight.load import Arguments, Invocation, load, read
 from titan_rl.preflight.refusal import refuse, refusing
-from titan_rl.preflight.tiny import HOSTS
 from titan_rl.record.run_folder import FolderRefused, check_folder
 from titan_rl.record.run_lock import RunLock
 from titan_rl.record.terminal import Terminal, open_console

@@ -11,8 +11,8 @@ from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import find, load, shipped
+from titan_rl.ext.tiny.shrink import AT_MOST, DEGREES, TINY_PARAMETERS, shrunk
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.preflight.tiny import AT_MOST, DEGREES, TINY_PARAMETERS, shrunk
 from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.rollout_streams import Echo, begin, ids, ledger_lines, stream
 from titan_rl.config.sections import CurriculumSection, RolloutSection
-from titan_rl.tasks.curriculum import Curriculum
+from titan_rl.ext.curriculum.curriculum import Curriculum
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task

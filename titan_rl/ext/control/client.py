@@ -11,7 +11,7 @@ from typing import Any, Self
 import psutil
 
 from titan_rl.config.plain_files import text_of
-from titan_rl.control.server import ANNOUNCEMENT, reachable
+from titan_rl.ext.control.server import ANNOUNCEMENT, reachable
 
 POLL_SECONDS = 0.1
 DONE, REFUSED, NOT_RUNNING = 0, 1, 2

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from titan_rl.record.lines import encode, write_whole
+from titan_rl.wire.errors import CommandRefused
 
 ANNOUNCEMENT = "control.json"
 REQUEST_SECONDS = 10.0  # for a client to send its request, and again to receive the answer
@@ -26,10 +27,6 @@ EXAMPLE = '{"command": "status", "arguments": {}}'
 
 Command = Callable[..., Coroutine[Any, Any, Any]]
 """Takes JSON values as keyword arguments, and returns a value that JSON can hold."""
-
-
-class RequestRefused(Exception):
-    """A command that cannot be carried out; the client is sent str()."""
 
 
 class Control:
@@ -98,7 +95,7 @@ class Control:
         try:
             name, arguments = await self._request(reader)
             return encode({"answer": await self._obey(name, arguments)})
-        except RequestRefused as error:
+        except CommandRefused as error:
             return encode({"error": str(error)})
         except Exception as error:  # fails this command, not the run
             return encode({"error": f"{type(error).__name__}: {error}"})
@@ -110,24 +107,24 @@ class Control:
         except (ValueError, RecursionError):  # no JSON, too long a line, too deep
             request = None
         except TimeoutError:
-            raise RequestRefused(f"no request was received within {REQUEST_SECONDS:g} s") from None
+            raise CommandRefused(f"no request was received within {REQUEST_SECONDS:g} s") from None
         match request:
             case {"command": str(name), "arguments": dict(arguments)} if len(request) == 2:
                 return name, arguments
-        raise RequestRefused(f"expected one line of JSON like {EXAMPLE}")
+        raise CommandRefused(f"expected one line of JSON like {EXAMPLE}")
 
     async def _obey(self, name: str, arguments: dict[str, Any]) -> Any:
         command = self._commands.get(name)
         if command is None:
-            raise RequestRefused(f"unknown command {name!r}; available now: {', '.join(self._commands)}")
+            raise CommandRefused(f"unknown command {name!r}; available now: {', '.join(self._commands)}")
         if name in self._withheld:
-            raise RequestRefused(f"{name}: {self._withheld[name]}")
+            raise CommandRefused(f"{name}: {self._withheld[name]}")
         signature = inspect.signature(command)
         try:
             signature.bind(**arguments)
         except TypeError as error:
             takes = ", ".join(str(parameter) for parameter in signature.parameters.values()) or "no arguments"
-            raise RequestRefused(f"{name}: {error}; it takes {takes}") from None
+            raise CommandRefused(f"{name}: {error}; it takes {takes}") from None
         if name not in self._questions:
             self._announce(" ".join(["asked to", name, *(f"{key}={value}" for key, value in arguments.items())]))
         task = asyncio.create_task(command(**arguments))
@@ -135,7 +132,7 @@ class Control:
         task.add_done_callback(self._asked.discard)
         await asyncio.wait({task})
         if task.cancelled():
-            raise RequestRefused(f"the run ended before it could {name}")
+            raise CommandRefused(f"the run ended before it could {name}")
         return task.result()
 
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from support.control_socket import STATUS, fail, never, refuse, serving
 from support.forked_ranks import until
-from titan_rl.control.client import Endpoint, RequestFailed
-from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.ctl import MAX_ROWS, cell, main, view
+from titan_rl.ext.control.client import Endpoint, RequestFailed
+from titan_rl.ext.control.server import ANNOUNCEMENT
 
 
 def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from titan_rl.control.server import RequestRefused
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -12,6 +11,7 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.bring_up import Meshes
 from titan_rl.train.stop import Stop
+from titan_rl.wire.errors import CommandRefused
 from titan_rl.wire.gpus import visible_gpus
 
 UNSAVED = "expected checkpoint.enable = true, found false: nothing is saved"  # why a run cannot be paused
@@ -67,7 +67,7 @@ class Scale:
         config = self._setup.config
         least, most = config.fault.min_replicas, self._most()
         if type(generators) is not int or not least <= generators <= most:
-            raise RequestRefused(
+            raise CommandRefused(
                 f"generators: expected {least} (fault.min_replicas) to {most} (what this host has room for), "
                 f"found {generators!r}"
             )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from titan_rl.config.sections import Config
-from titan_rl.record.kept_batches import KeptBatches
+from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.record.run_log import RunLog
 from titan_rl.tools import replay
 from titan_rl.wire.kept_sets import KeptSets

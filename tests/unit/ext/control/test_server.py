@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from support.control_socket import STATUS, serving
-from titan_rl.control import server as control_module
-from titan_rl.control.client import Endpoint
-from titan_rl.control.server import ANNOUNCEMENT
+from titan_rl.ext.control import server as control_module
+from titan_rl.ext.control.client import Endpoint
+from titan_rl.ext.control.server import ANNOUNCEMENT
 
 
 async def say(control: Path, line: bytes) -> dict[str, Any]:
