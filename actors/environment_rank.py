@@ -18,9 +18,9 @@ from titan_rl.agents.conversation import ChatText, PlainText
 from titan_rl.agents.episode_loop import EpisodeLoop, LoopSettings
 from titan_rl.agents.episode_news import Answer, Begin, Blocked, News
 from titan_rl.config.system_sections import SandboxSection
-from titan_rl.sandbox.local import configure
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.parts import part
 from titan_rl.wire.spans import Recorded
 
 
@@ -54,7 +54,8 @@ class EnvironmentRank(Actor):
             main.call_soon_threadsafe(self._wake.set)
 
         settings = self._settings
-        configure(settings.sandbox)
+        if configure := part("sandbox settings"):
+            configure(settings.sandbox)
         if settings.chat is None:
             renderer = PlainText(TextTokenizer.load(settings.tokenizer), settings.ends)
         else:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
 from titan_rl.config.sections import SandboxSection
-from titan_rl.sandbox.local import LocalSandbox
-from titan_rl.sandbox.requirements import LAYERS
+from titan_rl.ext.sandbox.local import LocalSandbox
+from titan_rl.ext.sandbox.requirements import LAYERS
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 CODE = "print(6 * 7)"

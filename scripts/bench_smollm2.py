@@ -32,9 +32,9 @@ from bench.step_ways import ENV, engines_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.ext.reasoning_gym.problems import Unfit, procedural
 from titan_rl.preflight.pretrained import with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.tasks.procedural import Unfit, procedural
 from titan_rl.tasks.rewards import NUMBER
 from titan_rl.wire.seeds import derive
 

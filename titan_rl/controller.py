@@ -38,7 +38,6 @@ from titan_rl.rollout.judges import by_model
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
-from titan_rl.sandbox.local import configure
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
 from titan_rl.tasks.privileged import PrivilegedPrompts
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, supervised
@@ -49,6 +48,7 @@ from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
+from titan_rl.wire import parts
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, PhaseName, Prompt, Sample
@@ -73,7 +73,8 @@ class Controller:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at; steps with the
         ids in `bad_prompts` were undone."""
         self.run, self.setup, self.config = run, run.setup, run.config
-        configure(run.config.sandbox)
+        if configure := parts.part("sandbox settings"):
+            configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn, run.report.cause, self.note_memory)

@@ -15,7 +15,7 @@ import torch
 
 from titan_rl.batch.advantages import group_relative, soft_overlong_punishment
 from titan_rl.batch.packing import Aggregation, Weighting, pack
-from titan_rl.ext.preference.preference_loss import Pairs, Preference, preference_loss
+from titan_rl.ext.preference.ranks.preference_loss import Pairs, Preference, preference_loss
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
 from titan_rl.kernels.policy_loss import Tokens
 from titan_rl.kernels.statistics import Statistics

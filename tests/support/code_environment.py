@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from titan_rl.sandbox.code_tests import examine
-from titan_rl.sandbox.code_tools import python
-from titan_rl.sandbox.local import shared
+from titan_rl.ext.sandbox.code_tests import examine
+from titan_rl.ext.sandbox.code_tools import python
+from titan_rl.ext.sandbox.local import shared
 
 SPY = """
 import os, socket

@@ -22,7 +22,7 @@ USERS = {"isolated": 64101, "without a home": 64102, "in a container": 64103}  #
 # As Docker's seccomp profile does for processes without CAP_SYS_ADMIN.
 CONTAINER = """
 import os, sys
-from titan_rl.sandbox import seccomp
+from titan_rl.ext.sandbox import seccomp
 refuse = (seccomp.EQUAL, 0, 1, 272), (seccomp.RETURN, 0, 0, seccomp.FAIL | 1)  # unshare: EPERM
 calls = (seccomp.LOAD, 0, 0, 0), *refuse, (seccomp.RETURN, 0, 0, seccomp.ALLOW)
 seccomp.instructions = lambda **_: [__import__("struct").pack("HBBI", *each) for each in calls]

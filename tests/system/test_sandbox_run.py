@@ -35,7 +35,7 @@ def test_what_the_policy_writes_is_executed_and_sees_nothing_of_the_run(runs: Ru
 def test_a_run_on_a_machine_without_a_layer_ends_before_anything_is_spawned(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(
         tmp_path / "run",
-        environment__name="titan_rl.sandbox.code_tools:CodeTools",
+        environment__name="titan_rl.ext.sandbox.code_tools:CodeTools",
         sandbox__require="namespaces,landlock",
         sandbox__cgroup="/no/such",
     )

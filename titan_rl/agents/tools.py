@@ -23,7 +23,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_rl.agents.user_code import call_user, shortened
-from titan_rl.sandbox.execution import SandboxRefused
+from titan_rl.wire.errors import SandboxRefused
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]

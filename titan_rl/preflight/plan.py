@@ -18,11 +18,9 @@ from titan_rl.record.lines import must_write
 from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
-from titan_rl.tasks.examples import Example
+from titan_rl.tasks.examples import EndlessExamples, Example
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
-from titan_rl.tasks.procedural import Problems as EndlessProblems
-from titan_rl.tasks.procedural import Unfit
 from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
@@ -214,8 +212,8 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
         fit = [example for i, example in enumerate(task.heldout) if i not in heldout]
         task = replace(task, heldout=fit, unfit=frozenset(train))
-    if isinstance(task.train, EndlessProblems):
-        task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
+    if isinstance(task.train, EndlessExamples):
+        task = replace(task, unfit=task.train.unfit(task.heldout, fits(config, task, tokenizer)))
     return task, notes
 
 

@@ -5,7 +5,7 @@ DataSource -> row_files -> jsonl_rows, parquet_rows -> row_formats -> SourceRows
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -20,6 +20,7 @@ from titan_rl.tasks.row_formats import ABSENT, RowKeys, cell, keys_of
 from titan_rl.text.template import Message
 from titan_rl.wire.types import Demonstration
 
+GYM = "reasoning_gym"
 MOST_NAMED = 20
 """Bad rows of a source that are named; the others are counted."""
 
@@ -38,6 +39,14 @@ class Example:
     where: str = ""  # file:line
     source: str = ""  # name in [task.sources]
     demonstration: Demonstration = ()
+
+
+class EndlessExamples(Sequence[Example]):
+    """Training problems that are generated when they are asked for."""
+
+    def unfit(self, heldout: Sequence[Example], fits: Callable[[Example], bool]) -> Collection[int]:
+        """Return the indices that are passed over, which are found when they are asked for."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
 from titan_rl.config.plain_files import text_of
-from titan_rl.tasks import procedural
-from titan_rl.tasks.examples import Example, SourceRows, read_source
+from titan_rl.tasks.examples import GYM, EndlessExamples, Example, SourceRows, read_source
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.types import Prompt
 
@@ -62,7 +62,7 @@ class Task:
 
     @property
     def endless(self) -> bool:
-        return isinstance(self.train, procedural.Problems)
+        return isinstance(self.train, EndlessExamples)
 
     @property
     def known(self) -> Sequence[Example]:
@@ -128,8 +128,8 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
         train, heldout = played(task.name, seed, eval_size)
     elif task.name == "addition":
         train, heldout = addition(seed, eval_size)
-    elif task.name == procedural.NAME:
-        train, heldout = procedural.procedural(task, seed, eval_size)
+    elif task.name == GYM:
+        train, heldout = needed_part("task reasoning_gym", "task.name")(task, seed, eval_size)
     else:
         return _of_files(task, eval_size, pairs)
     return Task(train, heldout, task.template, task.system_prompt, game=game, seed=seed)

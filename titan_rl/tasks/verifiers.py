@@ -7,22 +7,16 @@ that may hang ("regex", "math", "json_schema", "reasoning_gym") run in reward pr
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
 from titan_rl.config.toml import as_float
-from titan_rl.sandbox.code_tests import code_tests
-from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
-from titan_rl.tasks.llm_judge import GroupJudge, LlmJudge
-from titan_rl.tasks.procedural import NAME as GYM
-from titan_rl.tasks.procedural import package
+from titan_rl.tasks.examples import GYM
 from titan_rl.tasks.rewards import (
     BUILT_IN,
     GROUPING,
-    NUMBER,
     VULGAR,
     Answered,
     Reward,
@@ -30,8 +24,10 @@ from titan_rl.tasks.rewards import (
     expected_number,
     last_number_of,
 )
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Prompt
 
+JUDGE_ARGUMENTS = ("judge_url", "judge_model", "judge_key", "judge_prompt", "judge_scale", "judge_tokens")
 Arguments = Mapping[str, bool | int | float | str]
 Verify = Callable[[Prompt, Any], Any]  # judges one answer; those in AT_ONCE judge all
 FENCED = re.compile(r"```(?:json)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -258,28 +254,9 @@ def length(arguments: Arguments) -> Verify:
     return lambda prompt, answer: max(0.0, min(1.0, 2.0 - len(answer.tokens) / longest))
 
 
-def passes_tests(arguments: Arguments) -> Verify:
-    """1.0 if the program in the answer passes the tests of its row, in the sandbox (docs/security.md)."""
-    return lambda prompt, answer: code_tests(answer.text, prompt.answer, prompt.row)
-
-
-def scored_by_gym(arguments: Arguments) -> Verify:
-    """The score of reasoning-gym's own scorer for a problem of task.name = "reasoning_gym". With extract = "tag" it
-    reads the last <answer>...</answer>, or else the whole answer; with "number" the last number of the answer."""
-    gym, extract = package(), argument(arguments, "extract", str, "tag")
-    if extract not in ("tag", "number"):
-        raise ValueError(f'task.reward_args: expected extract to be "tag" or "number", found {extract!r}')
-    score_of = cache(gym.factory.get_score_answer_fn)
-
-    def verify(prompt: Prompt, answer: Answered) -> float:
-        if "dataset" not in prompt.row:
-            raise ValueError(f'"{GYM}" judges only problems of task.name = "{GYM}"')
-        found = gym.utils.extract_answer(answer.text) if "</answer>" in answer.text else answer.text.strip()
-        if extract == "number":
-            found = next((number[0] for number in reversed(list(NUMBER.finditer(answer.text)))), "")
-        return score_of(prompt.row["dataset"])(found, prompt.row["entry"])
-
-    return verify
+def from_part(name: str) -> Callable[[Arguments], Verify]:
+    """Return the factory of a reward that is an optional part of this installation."""
+    return lambda arguments: needed_part(f"reward {name}", "task.reward")(arguments, argument)
 
 
 VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
@@ -291,10 +268,7 @@ VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     "choice": choice,
     "format": tagged,
     "length": length,
-    "code_tests": passes_tests,
-    GYM: scored_by_gym,
-    "judge": lambda arguments: LlmJudge(arguments, argument),
-    "judge_group": lambda arguments: GroupJudge(arguments, argument),
+    **{name: from_part(name) for name in ("code_tests", GYM, "judge", "judge_group")},
 }
 """By the names that the config uses."""
 AT_ONCE = ("judge_group",)

@@ -171,10 +171,10 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
 async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Path) -> Rehearsal:
     """Play rollouts as one step of a run does."""
     from titan_rl.agents.random_policy import RandomPolicy
+    from titan_rl.ext.sandbox.local import configure
     from titan_rl.record.incidents import Incidents
     from titan_rl.rollout.player import Player
     from titan_rl.rollout.session import SessionLimits
-    from titan_rl.sandbox.local import configure
     from titan_rl.tasks.prompts import PromptSource
     from titan_rl.train.bring_up import launch_environments
 

@@ -159,9 +159,9 @@ def print_found(chosen: Chosen, evaluations: "Sequence[Evaluation]", options: ar
 
 
 async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
+    from titan_rl.ext.sandbox.local import configure
     from titan_rl.rollout.player import Player
     from titan_rl.rollout.session import SessionLimits
-    from titan_rl.sandbox.local import configure
     from titan_rl.train.bring_up import launch_loaded
 
     config, evaluations = setup.config, []

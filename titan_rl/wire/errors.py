@@ -42,5 +42,9 @@ class CommandRefused(Exception):
     """A command of the run's user that cannot be carried out; str() is the answer."""
 
 
+class SandboxRefused(RuntimeError):
+    """A layer that [sandbox] require names is missing on this machine, so nothing was run."""
+
+
 class WeightsRefused(RuntimeError):
     """These weights are not the announced ones, and must not be served."""

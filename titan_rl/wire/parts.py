@@ -9,11 +9,20 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
+    "reward code_tests": "ext.sandbox.rewards:passes_tests",
+    "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
+    "reward judge_group": "ext.llm_judge.llm_judge:GroupJudge",
+    "reward reasoning_gym": "ext.reasoning_gym.rewards:scored_by_gym",
+    "sandbox settings": "ext.sandbox.local:configure",
+    "task reasoning_gym": "ext.reasoning_gym.problems:procedural",
+    "tests of a row": "ext.sandbox.code_tests:row_tests",
+    "tests of code": "ext.sandbox.checks:untested",
     "control": "ext.control.steering:steered",
     "curriculum": "ext.curriculum.curriculum:Curriculum",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
-    "losses of pairs": "ext.preference.objectives:preference",
-    "losses of reward models": "ext.preference.objectives:reward",
+    "losses of pairs": "ext.preference.ranks.objectives:preference",
+    "losses of reward models": "ext.preference.ranks.objectives:reward",
     "pretrained models": "tools.fetch.models:model_folder",
     "samples at the end": "tools.inspect.last_samples:last_samples",
     "tiny runs": "ext.tiny.shrink:shrunk",
@@ -22,11 +31,11 @@ PARTS = {
 }
 """Where each part is."""
 
-CHECKS = ("ext.trackers.checks",)
+CHECKS = ("ext.sandbox.checks", "ext.trackers.checks")
 """Modules with `problems(config)` and `warnings(config)`, which are checked before a run."""
 
 
-class PartMissing(Exception):
+class PartMissing(ValueError):
     """A key needs a part that this installation lacks."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from golden.replay import Case, cases, compare, pairs_loss
-from titan_rl.ext.preference.preference_loss import Preference
+from titan_rl.ext.preference.ranks.preference_loss import Preference
 
 CASES = cases("trl_pairs.json")
 

@@ -34,7 +34,7 @@ from titan_rl.batch.advantages import (
     kl_penalty,
     leave_one_out,
 )
-from titan_rl.ext.preference.preference_loss import Pairs, Preference, bradley_terry_loss
+from titan_rl.ext.preference.ranks.preference_loss import Pairs, Preference, bradley_terry_loss
 from titan_rl.kernels.policy_loss import policy_loss
 from titan_rl.kernels.surrogate import Surrogate
 

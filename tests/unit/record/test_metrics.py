@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.actors.titan.reduction import Reduction, finish
-from titan_rl.ext.preference.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
+from titan_rl.ext.preference.ranks.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.kl import Estimator
 from titan_rl.kernels.policy_loss import Tokens, policy_loss, supervised_loss
 from titan_rl.kernels.statistics import Statistics

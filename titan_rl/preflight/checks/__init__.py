@@ -81,7 +81,6 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from algorithm.check_algorithm(config)
     yield from rollouts.check_environment(config)
     yield from rollouts.check_evaluation(config)
-    yield from rollouts.check_sandbox(config)
     yield from check_parts(config)
     for part in CHECKS:
         yield from part.problems(config)

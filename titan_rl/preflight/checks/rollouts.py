@@ -1,13 +1,10 @@
-"""Checks of what samples, plays and judges rollouts: [environment], agents, [sandbox] and [eval]."""
+"""Checks of what samples, plays and judges rollouts: [environment], agents and [eval]."""
 
 import asyncio
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from titan_rl.agents.games import GAMES
 from titan_rl.agents.openenv import sessions_open
@@ -15,7 +12,7 @@ from titan_rl.config.eval_sets import EvalSet, eval_sets, problems_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
-from titan_rl.preflight.checks.task import check_callable, rewards_of, rewards_of_sets, unnumbered
+from titan_rl.preflight.checks.task import check_callable, unnumbered
 from titan_rl.preflight.memory import in_flight
 from titan_rl.preflight.openings import first_prompt, openings
 from titan_rl.preflight.probe import probe, untokenized
@@ -23,20 +20,13 @@ from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
-from titan_rl.sandbox import cgroup
-from titan_rl.sandbox.local import missing
-from titan_rl.sandbox.requirements import too_weak
-from titan_rl.tasks import procedural
-from titan_rl.tasks.examples import BadRows, Example
+from titan_rl.tasks.examples import GYM, BadRows, Example
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.row_files import EXPECTED
 from titan_rl.tasks.task import Task, load_task, set_rows
 from titan_rl.tasks.verifiers import AT_ONCE
-from titan_rl.wire.cores import host_memory
 from titan_rl.wire.seeds import derive
-
-SANDBOX = "titan_rl.sandbox"
 
 
 def check_environment(config: Config) -> Iterator[str]:
@@ -103,37 +93,6 @@ def _check_agent(config: Config) -> Iterator[str]:
     yield from probe(agent, None, key="task.agent", environment=e)
 
 
-def check_sandbox(config: Config) -> Iterator[str]:
-    section = config.sandbox
-    wrong = [*too_weak(section), *(cgroup.problems(section.cgroup) if section.cgroup else ())]
-    if section.memory_mb > (most := host_memory() >> 20):
-        wrong.append(f"sandbox.memory_mb: expected at most {most}, this host's memory, found {section.memory_mb}")
-    yield from wrong
-    if not wrong and (key := used_by(config)):
-        why = f"{key} runs code in the sandbox, which is refused here"
-        yield from (f"sandbox.require: {why}: {each}" for each in missing(section))
-
-
-def used_by(config: Config) -> str:
-    """Return the key whose code uses the sandbox, judged by the text of its module. Empty: none."""
-    named = [("environment.name", config.environment.name), ("task.agent", config.task.agent)]
-    named += [(f"task.{key}", name) for key, name in rewards_of(config.task)]
-    named += [("eval.sets", name) for name in rewards_of_sets(config)]
-    return next((key for key, name in named if name == "code_tests" or _names_sandbox(name)), "")
-
-
-def _names_sandbox(name: str) -> bool:
-    module, colon, _ = name.partition(":")
-    if not colon or module.startswith(SANDBOX):
-        return bool(colon)
-    for folder in sys.path:  # the file is read, not imported
-        path = Path(folder, *module.split("."))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if os.path.isfile(file):  # unlike Path.is_file, never raises
-                return SANDBOX in file.read_text(errors="replace")
-    return False
-
-
 def check_evaluation(config: Config) -> Iterator[str]:
     """Check what concerns [eval.sets] and eval.keep_best."""
     if found := list(problems_of(config.eval.sets)):
@@ -163,7 +122,7 @@ def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
     if not chosen.path and not config.eval.size:
         yield f"{label}.path: {EXPECTED}, because eval.size = 0 leaves no held-out problems, found none"
         return
-    if chosen.path and config.task.name in (*GAMES, procedural.NAME):
+    if chosen.path and config.task.name in (*GAMES, GYM):
         yield f'{label}.path: expected none with task.name = "{config.task.name}", found {as_toml(chosen.path)}'
         return
     examples: Sequence[Example] = ()

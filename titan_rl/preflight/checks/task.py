@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,17 +15,12 @@ from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
-from titan_rl.preflight.child import ask
 from titan_rl.preflight.openings import openings
 from titan_rl.preflight.probe import probe, tools_found, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
-from titan_rl.sandbox.code_tests import check_row, row_tests
-from titan_rl.sandbox.execution import SandboxRefused
-from titan_rl.sandbox.local import LocalSandbox
-from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
-from titan_rl.tasks.examples import BadRows, Example, named, read_source
+from titan_rl.tasks.examples import GYM, BadRows, Example, named, read_source
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, expected_number
@@ -35,20 +30,18 @@ from titan_rl.tasks.verifiers import AT_ONCE, TAKES
 from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
 from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.parts import missing_part, needed_part, part
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 ADDITION_HELD_OUT = 2000  # sums out of 10,000; the others are training examples
 MANY_DIGITS = re.compile(r"\d{1000}")  # comparing such numbers takes seconds
-GENERATING_SECONDS = 120.0  # for a process to import reasoning-gym, and for the problems of each set, on a busy machine
-MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
+MAY_HANG = ("regex", "math", "json_schema", GYM)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
 """Verifiers whose package takes long to import, so that another process does."""
 LEAST_MEMORY_MB = 64
 """Of a reward process: before it imports the user's module, it has 39 MiB."""
-TESTED_ROWS = 16
-"""Rows of "code_tests" on which an empty program is run."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 PAIRS = ("preference", "reward")  # kinds of algorithms that read them
 
@@ -71,12 +64,12 @@ def check_task(config: Config) -> Iterator[str]:
     elif found := list(source_problems(task)):
         yield from found
         return
-    if task.datasets and task.name != procedural.NAME:
+    if task.datasets and task.name != GYM:
         yield f"task.datasets: expected none {own}, found {as_toml(list(task.datasets))}"
     elif found := list(_procedural_problems(config)):
         yield from found
         return
-    rows = {"jsonl": _files, procedural.NAME: _procedural}.get(task.name, _generated)
+    rows = {"jsonl": _files, GYM: _procedural}.get(task.name, _generated)
     (train, bad), (heldout, bad_heldout) = rows(config)
     yield from check_rewards(config, train, heldout)
     yield from (*bad, *bad_heldout)
@@ -95,34 +88,14 @@ def _generated(config: Config) -> tuple[Rows, Rows]:
 
 def _procedural_problems(config: Config) -> Iterator[str]:
     """Yield the problems of a config whose task generates endless problems."""
-    if config.task.name != procedural.NAME:
-        return
-    yield from procedural.set_problems(config.task)
-    yield from _endless_sets(config.task)
-    if config.curriculum.on:
-        yield f'curriculum: expected none with task.name = "{procedural.NAME}", whose problems never come back'
-    if config.algorithm.kind in PAIRS:
-        name = as_toml(config.algorithm.name)
-        yield problem(config, "task.name", f'"jsonl" with algorithm.name = {name}, which reads pairs')
-
-
-def _endless_sets(task: TaskSection) -> Iterator[str]:
-    """Have another process generate problems of each sound table: some settings take for ever, or all of the memory."""
-    if any(procedural.set_problems(task)):
-        return
-    sets = procedural.procedural_sets(task)
-    answer = ask(f"{procedural.__name__}:try_sets", sets, seconds=GENERATING_SECONDS, lines=len(sets) + 1)
-    yield from filter(None, answer.lines[1:])  # the first: the package is imported
-    if answer.failed and answer.lines:
-        key = f"task.datasets.{sets[len(answer.lines) - 1].name}"
-        least = f"{procedural.TRIED} problems within {procedural.CPU_SECONDS} s of the CPU"
-        yield f"{key}: expected settings with which reasoning-gym generates {least}, found {answer.ended}"
-    elif answer.failed:
-        yield f'task.name: expected to import reasoning-gym for "{procedural.NAME}", found {answer.ended}'
+    if config.task.name == GYM:
+        check = part("checks of reasoning_gym")
+        yield from check(config) if check else [missing_part("task reasoning_gym", "task.name")]
 
 
 def _procedural(config: Config) -> tuple[Rows, Rows]:
-    train, heldout = procedural.procedural(config.task, derive(config.debug.seed, "task"), config.eval.size)
+    load = needed_part("task reasoning_gym", "task.name")
+    train, heldout = load(config.task, derive(config.debug.seed, "task"), config.eval.size)
     return (train[:1], []), (heldout, [])
 
 
@@ -248,23 +221,12 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
         prompt = first and untokenized(first, task)
         yield from check_callable(f"task.{key}", name, prompt, task)
-        if name == "code_tests":
-            yield from _untested(config, key, [*train, *heldout])
+        if name == "code_tests" and (untested := part("tests of code")):
+            yield from untested(config, key, [*train, *heldout])
     compares = next((name for name, _ in evaluation_rubric(task).parts if name in AT_ONCE), "")
     if compares and config.eval.size and config.samples_rollouts:
         why = f'because "{compares}" compares the answers of a group (eval.size = 0 disables evaluation)'
         yield problem(config, "task.eval_reward", f"a reward for the held-out answers, {why}")
-
-
-def _untested(config: Config, key: str, examples: Sequence[Example]) -> Iterator[str]:
-    """Yield the first of some rows whose tests test nothing. check_sandbox refuses a machine without a sandbox."""
-    with suppress(SandboxRefused), closing(LocalSandbox(config.sandbox)) as sandbox:
-        for example in examples[:: max(1, len(examples) // TESTED_ROWS)]:
-            try:
-                check_row(example.answer, example.row, sandbox)
-            except ValueError as error:
-                yield f"task.{key}: {example.where}: {error}"
-                return
 
 
 def rewards_of_sets(config: Config) -> list[str]:
@@ -299,7 +261,7 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
     try:
         component(name, task.reward_args)
         if name == "code_tests" and prompt is not None:
-            row_tests(prompt.answer, prompt.row)
+            needed_part("tests of a row", key)(prompt.answer, prompt.row)
     except (TypeError, ValueError) as error:
         text = str(error).replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
         yield text if text.startswith(("task.", key)) else f"{key}: {text}"

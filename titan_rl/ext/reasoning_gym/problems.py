@@ -20,7 +20,7 @@ import numpy as np
 
 from titan_rl.config.sections import TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
-from titan_rl.tasks.examples import Example
+from titan_rl.tasks.examples import EndlessExamples, Example
 from titan_rl.wire.seeds import derive
 
 NAME = "reasoning_gym"
@@ -48,7 +48,7 @@ class ProceduralSet:
         return _generator(self.name, json.dumps(self.settings, sort_keys=True), seed)
 
 
-class Problems(Sequence[Example]):
+class Problems(EndlessExamples):
     """Endless problems of several data sets, mixed by their weights. Nothing is kept: each is generated when asked."""
 
     def __init__(self, sets: Sequence[ProceduralSet], seed: int, *, heldout: bool = False) -> None:
@@ -69,6 +69,9 @@ class Problems(Sequence[Example]):
         draw = derive(self._seed, "data set", self._first, index) / 2**63
         chosen = self._sets[int(np.searchsorted(self._shares, draw, side="right"))]
         return problem(chosen, self._first, index)
+
+    def unfit(self, heldout: Sequence[Example], fits: Callable[[Example], bool]) -> "Unfit":
+        return Unfit(self, heldout, fits)
 
 
 class Unfit(Collection[int]):

@@ -58,7 +58,3 @@ class Verdict:
     @property
     def solved(self) -> bool:
         return 0 < self.total == self.passed
-
-
-class SandboxRefused(RuntimeError):
-    """A layer that [sandbox] require names is missing on this machine, so nothing was run."""

@@ -19,7 +19,6 @@ from typing import Any
 from titan_rl.tasks.rewards import Answered, last_number_of
 from titan_rl.wire.types import Prompt
 
-ARGUMENTS = ("judge_url", "judge_model", "judge_key", "judge_prompt", "judge_scale", "judge_tokens")
 PROMPT = """You grade answers. Compare the answer with the reference.
 
 Question:

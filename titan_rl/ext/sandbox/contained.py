@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from titan_rl.sandbox import landlock, seccomp
-from titan_rl.sandbox.inside import Pipes, become_python, become_shell, content, take_descriptors
-from titan_rl.sandbox.private_root import DEVICES, SCRATCH, mount_scratch
-from titan_rl.sandbox.solution_calls import examine
-from titan_rl.sandbox.syscalls import (
+from titan_rl.ext.sandbox import landlock, seccomp
+from titan_rl.ext.sandbox.inside import Pipes, become_python, become_shell, content, take_descriptors
+from titan_rl.ext.sandbox.private_root import DEVICES, SCRATCH, mount_scratch
+from titan_rl.ext.sandbox.solution_calls import examine
+from titan_rl.ext.sandbox.syscalls import (
     NEWCGROUP,
     NEWIPC,
     NEWNET,

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import SandboxSection
-from titan_rl.sandbox import fork_server, seccomp
-from titan_rl.sandbox.cgroup import OwnCgroup, problems
-from titan_rl.sandbox.execution import ExecutionLimits, SandboxRefused
-from titan_rl.sandbox.local import LocalSandbox
+from titan_rl.ext.sandbox import fork_server, seccomp
+from titan_rl.ext.sandbox.cgroup import OwnCgroup, problems
+from titan_rl.ext.sandbox.execution import ExecutionLimits
+from titan_rl.ext.sandbox.local import LocalSandbox
+from titan_rl.wire.errors import SandboxRefused
 
 NO_NAMESPACES = """
 import os
-from titan_rl.sandbox.fork_server import separate
+from titan_rl.ext.sandbox.fork_server import separate
 separate(os.open("/proc", os.O_PATH), flags=0)  # into a user namespace of user 1000, in which there may be no other
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
 """
 NO_LANDLOCK = """
 import struct
-from titan_rl.sandbox import seccomp
+from titan_rl.ext.sandbox import seccomp
 refuse = (seccomp.EQUAL, 0, 1, 444), (seccomp.RETURN, 0, 0, seccomp.FAIL | 38)
 calls = (seccomp.LOAD, 0, 0, 0), *refuse, (seccomp.RETURN, 0, 0, seccomp.ALLOW)
 seccomp.instructions = lambda **_: [struct.pack("HBBI", *each) for each in calls]
@@ -29,8 +30,8 @@ seccomp.restrict()
 """
 TRY = """
 from titan_rl.config.sections import SandboxSection
-from titan_rl.sandbox.execution import SandboxRefused
-from titan_rl.sandbox.local import LocalSandbox, missing
+from titan_rl.wire.errors import SandboxRefused
+from titan_rl.ext.sandbox.local import LocalSandbox, missing
 print(missing(SandboxSection()))
 try:
     LocalSandbox().run_here("print('it ran')")

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from titan_rl.sandbox import landlock, seccomp
-from titan_rl.sandbox.contained import LayerMissing, Prepared, contain, layer, separate
-from titan_rl.sandbox.inside import Pipes
-from titan_rl.sandbox.private_root import enter, visible
-from titan_rl.sandbox.syscalls import CHILD_SUBREAPER, NEWNS, SET_DUMPABLE, control, unshare
+from titan_rl.ext.sandbox import landlock, seccomp
+from titan_rl.ext.sandbox.contained import LayerMissing, Prepared, contain, layer, separate
+from titan_rl.ext.sandbox.inside import Pipes
+from titan_rl.ext.sandbox.private_root import enter, visible
+from titan_rl.ext.sandbox.syscalls import CHILD_SUBREAPER, NEWNS, SET_DUMPABLE, control, unshare
 
 WARM = (
     *("collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from titan_rl.sandbox.syscalls import (
+from titan_rl.ext.sandbox.syscalls import (
     ATTR_NODEV,
     ATTR_NOSUID,
     ATTR_RDONLY,

@@ -31,8 +31,8 @@ from enum import Enum
 from itertools import chain, islice
 from typing import Any
 
-from titan_rl.sandbox import surroundings
-from titan_rl.sandbox.plain_data import (
+from titan_rl.ext.sandbox import surroundings
+from titan_rl.ext.sandbox.plain_data import (
     CONTAINERS,
     CONTAINERS_BY_NAME,
     DATA,

@@ -8,8 +8,10 @@ import pytest
 
 from support.checked_configs import config
 from titan_rl.config.toml import ConfigError
-from titan_rl.preflight.checks import problems, rollouts
-from titan_rl.preflight.checks.rollouts import check_sandbox, used_by
+from titan_rl.ext.sandbox import checks
+from titan_rl.ext.sandbox.checks import problems as check_sandbox
+from titan_rl.ext.sandbox.checks import used_by
+from titan_rl.preflight.checks import problems
 from titan_rl.preflight.checks.task import check_task
 
 
@@ -48,8 +50,8 @@ def test_numbers_have_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "key"),
     [
-        ('[environment]\nname = "titan_rl.sandbox.code_tools:CodeTools"', "environment.name"),
-        ('[task]\nreward = "titan_rl.sandbox.code_tests:code_tests"', "task.reward"),
+        ('[environment]\nname = "titan_rl.ext.sandbox.code_tools:CodeTools"', "environment.name"),
+        ('[task]\nreward = "titan_rl.ext.sandbox.code_tests:code_tests"', "task.reward"),
         ('[task]\nreward = "code_tests"', "task.reward"),
         ("[task]\nrewards = {exact = 1.0, code_tests = 0.5}", "task.rewards"),
         ('[task]\ngrader = "code_tests"', "task.grader"),
@@ -63,10 +65,10 @@ def test_numbers_have_limits(tmp_path: Path) -> None:
 def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
     toml: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "uses_sandbox.py").write_text("from titan_rl.sandbox.local import shared")
+    (tmp_path / "uses_sandbox.py").write_text("from titan_rl.ext.sandbox.local import shared")
     (tmp_path / "plain.py").write_text("")
     (tmp_path / "a_package").mkdir()
-    (tmp_path / "a_package" / "of_mine.py").write_text("import titan_rl.sandbox.code_tools")
+    (tmp_path / "a_package" / "of_mine.py").write_text("import titan_rl.ext.sandbox.code_tools")
     monkeypatch.syspath_prepend(tmp_path)
     asked = []
 
@@ -74,7 +76,7 @@ def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
         asked.append(section)
         yield "seccomp: none"
 
-    monkeypatch.setattr(rollouts, "missing", missing)
+    monkeypatch.setattr(checks, "missing", missing)
     checked = config(tmp_path, toml)
     assert used_by(checked) == key
     refused = [f"sandbox.require: {key} runs code in the sandbox, which is refused here: seccomp: none"]
@@ -83,7 +85,7 @@ def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
 
 
 def test_this_machine_has_what_is_required(tmp_path: Path) -> None:
-    checked = config(tmp_path, '[environment]\nname = "titan_rl.sandbox.code_tools:CodeTools"')
+    checked = config(tmp_path, '[environment]\nname = "titan_rl.ext.sandbox.code_tools:CodeTools"')
     assert list(check_sandbox(checked)) == []
 
 

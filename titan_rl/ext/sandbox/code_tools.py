@@ -4,11 +4,12 @@ class MyEnvironment:
     tools = [python, shell]
 
 [environment]
-name = "titan_rl.sandbox.code_tools:CodeTools"      # both, and task.reward judges the last turn
+name = "titan_rl.ext.sandbox.code_tools:CodeTools"      # both, and task.reward judges the last turn
 """
 
-from titan_rl.sandbox.execution import Execution, SandboxRefused
-from titan_rl.sandbox.local import shared
+from titan_rl.ext.sandbox.execution import Execution
+from titan_rl.ext.sandbox.local import shared
+from titan_rl.wire.errors import SandboxRefused
 
 SAYS = {
     "error": "exit code {0.exit_code}",

@@ -13,9 +13,10 @@ from dataclasses import asdict
 from queue import LifoQueue
 
 from titan_rl.config.system_sections import SandboxSection
-from titan_rl.sandbox.execution import Execution, ExecutionLimits, Language, SandboxRefused, Verdict
-from titan_rl.sandbox.requirements import ALWAYS, too_weak
-from titan_rl.sandbox.running import ForkServer
+from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits, Language, Verdict
+from titan_rl.ext.sandbox.requirements import ALWAYS, too_weak
+from titan_rl.ext.sandbox.running import ForkServer
+from titan_rl.wire.errors import SandboxRefused
 
 WORKERS = 2
 """Executions at the same time in one process that uses the sandbox. More of them wait."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from titan_rl.sandbox.execution import ExecutionLimits, SandboxRefused
+from titan_rl.ext.sandbox.execution import ExecutionLimits
+from titan_rl.wire.errors import SandboxRefused
 
 FORK_SERVER_MB = 64
 FORK_SERVER_PROCESSES = 4

@@ -10,11 +10,11 @@ import pytest
 
 from support.attacks import ATTACKS, BOMBS, Target, target
 from titan_rl.config.sections import SandboxSection
-from titan_rl.sandbox import landlock
-from titan_rl.sandbox.execution import Execution, ExecutionLimits
-from titan_rl.sandbox.fork_server import UNUSED_USERS
-from titan_rl.sandbox.requirements import ALWAYS, LAYERS
-from titan_rl.sandbox.running import ForkServer
+from titan_rl.ext.sandbox import landlock
+from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits
+from titan_rl.ext.sandbox.fork_server import UNUSED_USERS
+from titan_rl.ext.sandbox.requirements import ALWAYS, LAYERS
+from titan_rl.ext.sandbox.running import ForkServer
 
 LIMITS = ExecutionLimits(cpu_seconds=2, wall_seconds=30, memory_mb=256, processes=12, file_mb=8, disk_mb=16)
 OUTSIDE = "os.kill(os.getsid(0), 0); escaped()"  # the process that forked process 1 has the same user

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.attacks import ATTACKS, BOMBS, Target, target
-from titan_rl.sandbox.execution import ExecutionLimits
-from titan_rl.sandbox.local import LocalSandbox
+from titan_rl.ext.sandbox.execution import ExecutionLimits
+from titan_rl.ext.sandbox.local import LocalSandbox
 
 LIMITS = ExecutionLimits(
     cpu_seconds=1, wall_seconds=30, memory_mb=256, processes=14, file_mb=16, disk_mb=32, output_kb=64

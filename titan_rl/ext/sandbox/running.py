@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_rl.config.system_sections import SandboxSection
-from titan_rl.sandbox.cgroup import OwnCgroup
-from titan_rl.sandbox.execution import Ending, Execution, ExecutionLimits, SandboxRefused
-from titan_rl.sandbox.inside import ROOT
-from titan_rl.sandbox.requirements import advised
+from titan_rl.ext.sandbox.cgroup import OwnCgroup
+from titan_rl.ext.sandbox.execution import Ending, Execution, ExecutionLimits
+from titan_rl.ext.sandbox.inside import ROOT
+from titan_rl.ext.sandbox.requirements import advised
+from titan_rl.wire.errors import SandboxRefused
 
-PROGRAM = "import sys; sys.path.append({root!r}); from titan_rl.sandbox.fork_server import main; main()"
+PROGRAM = "import sys; sys.path.append({root!r}); from titan_rl.ext.sandbox.fork_server import main; main()"
 FLAGS = ("-s", "-S", "-P", "-B")  # no packages, no current folder
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}  # sets have one order in all servers
 START_SECONDS = 60.0

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from titan_rl.sandbox import code_tests
-from titan_rl.sandbox.code_tests import check_row, examine, program, row_tests, same_lines
-from titan_rl.sandbox.execution import Execution, ExecutionLimits, SandboxRefused, Verdict
-from titan_rl.sandbox.local import LocalSandbox
+from titan_rl.ext.sandbox import code_tests
+from titan_rl.ext.sandbox.code_tests import check_row, examine, program, row_tests, same_lines
+from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits, Verdict
+from titan_rl.ext.sandbox.local import LocalSandbox
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
+from titan_rl.wire.errors import SandboxRefused
 from titan_rl.wire.types import Prompt
 
 SEED, DRAWN = 20261128, 16

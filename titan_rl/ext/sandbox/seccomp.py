@@ -8,7 +8,7 @@ import ctypes
 import errno
 import struct
 
-from titan_rl.sandbox.syscalls import MACHINE, NO_NEW_PRIVS, SET_SECCOMP, control
+from titan_rl.ext.sandbox.syscalls import MACHINE, NO_NEW_PRIVS, SET_SECCOMP, control
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Name: (number on x86_64, number on aarch64); None where the machine has no such call.

@@ -11,8 +11,9 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-from titan_rl.sandbox.execution import Execution, SandboxRefused, Verdict
-from titan_rl.sandbox.local import LocalSandbox, shared
+from titan_rl.ext.sandbox.execution import Execution, Verdict
+from titan_rl.ext.sandbox.local import LocalSandbox, shared
+from titan_rl.wire.errors import SandboxRefused
 
 FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 COLUMNS = ("tests", "test_list", "test")

@@ -6,7 +6,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from titan_rl.sandbox.syscalls import LANDLOCK, NO_NEW_PRIVS, call, control
+from titan_rl.ext.sandbox.syscalls import LANDLOCK, NO_NEW_PRIVS, call, control
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 READ = EXECUTE | READ_FILE | READ_DIR

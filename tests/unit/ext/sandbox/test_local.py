@@ -14,10 +14,11 @@ import pytest
 
 from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.config.sections import SandboxSection
-from titan_rl.sandbox import code_tools, local
-from titan_rl.sandbox.code_tools import CodeTools, python, shell, shown
-from titan_rl.sandbox.execution import Execution, ExecutionLimits, SandboxRefused
-from titan_rl.sandbox.local import LocalSandbox
+from titan_rl.ext.sandbox import code_tools, local
+from titan_rl.ext.sandbox.code_tools import CodeTools, python, shell, shown
+from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits
+from titan_rl.ext.sandbox.local import LocalSandbox
+from titan_rl.wire.errors import SandboxRefused
 
 SECTION = SandboxSection(wall_seconds=30, memory_mb=256)
 LIMITS = ExecutionLimits(cpu_seconds=2, wall_seconds=30, memory_mb=256)
@@ -143,7 +144,7 @@ def test_a_server_that_dies_is_named_and_replaced(sandbox: LocalSandbox) -> None
 
 def test_nothing_outlives_its_host() -> None:
     program = (
-        "import time\nfrom titan_rl.sandbox.local import shared\nprint(shared().run_here('').status, flush=True)\n"
+        "import time\nfrom titan_rl.ext.sandbox.local import shared\nprint(shared().run_here('').status, flush=True)\n"
         "shared().run_here('import os; os.fork(); import time; time.sleep(77)')"
     )
     host = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -224,7 +225,7 @@ def test_shared_is_configured_and_one_in_a_process(monkeypatch: pytest.MonkeyPat
     local.configure(SandboxSection(wall_seconds=7))
     assert local.shared() is local.shared()
     assert local.shared().limits.wall_seconds == 7
-    program = "from titan_rl.sandbox.local import shared; print(shared().limits.wall_seconds)"
+    program = "from titan_rl.ext.sandbox.local import shared; print(shared().limits.wall_seconds)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "7\n"
     local.configure(SandboxSection())
     assert local.shared().limits.wall_seconds == 10

@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-ROOT = str(Path(__file__).parents[2])  # the folder of titan_rl, which the code must not import
+ROOT = str(Path(__file__).parents[3])  # the folder of titan_rl, which the code must not import
 
 
 class Pipes(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 
 from titan_rl.config.choices import NestedTables
 from titan_rl.config.sections import TaskSection
+from titan_rl.ext.reasoning_gym.checks import _endless_sets
+from titan_rl.ext.reasoning_gym.problems import ENDLESS, Problems, Unfit, procedural, set_problems
 from titan_rl.preflight import child
-from titan_rl.preflight.checks.task import _endless_sets
-from titan_rl.tasks.procedural import ENDLESS, Problems, Unfit, procedural, set_problems
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.task import load_task
@@ -123,7 +123,7 @@ def test_settings_without_a_bound_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     """The process that tries them ends, whichever of the sets it is at."""
     draw, run = (
         random.Random(20261128),
-        "import titan_rl.tasks.procedural as p; p.CPU_SECONDS, p.MEMORY_BYTES = 1, 2**29; ",
+        "import titan_rl.ext.reasoning_gym.problems as p; p.CPU_SECONDS, p.MEMORY_BYTES = 1, 2**29; ",
     )
     monkeypatch.setattr(child, "PROGRAM", child.PROGRAM.replace("respond({", run + "respond({"))
     for name, settings in draw.sample(BOUNDLESS, k=2):

@@ -2,7 +2,7 @@
 
 from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import Config
-from titan_rl.ext.preference.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
+from titan_rl.ext.preference.ranks.preference_loss import Pairs, Preference, bradley_terry_loss, preference_loss
 from titan_rl.kernels.statistics import Loss, add_gaps
 from titan_rl.wire.types import Batch
 

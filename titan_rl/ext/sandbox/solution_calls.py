@@ -21,8 +21,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from titan_rl.sandbox.inside import Pipes, content, execute, fresh_main, print_error, take_descriptors
-from titan_rl.sandbox.remote import Peer, Remote
+from titan_rl.ext.sandbox.inside import Pipes, content, execute, fresh_main, print_error, take_descriptors
+from titan_rl.ext.sandbox.remote import Peer, Remote
 
 MAX_FAILURES = 5
 MAX_FAILURE_CHARACTERS = 300
