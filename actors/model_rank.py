@@ -21,6 +21,7 @@ from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSecti
 from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.snapshot import SnapshotPart
@@ -192,10 +193,8 @@ class ModelRank(Actor):
 
     @verb
     async def served(self, batch: Batch | None, call: str, *arguments: Any) -> Any:
-        """Carry out a call of served_models.py, with a batch if it takes one."""
-        from titan_rl.actors.titan.served_models import ServedModels
-
-        self._served: ServedModels = getattr(self, "_served", None) or ServedModels(self._model)
+        """Carry out a call of a client that trains models of its own, with a batch if it takes one."""
+        self._served = getattr(self, "_served", None) or needed_part("served models", "serve")(self._model)
         method = getattr(self._served, call)
         return method(*arguments) if batch is None else method(batch, *arguments)
 

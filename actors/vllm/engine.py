@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import folder_adapters, routed_tokens, vllm_adapter, vllm_cpu
+from titan_rl.actors.vllm import routed_tokens, vllm_adapter, vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.routed_tokens import RouteRecorder, routes_of
 from titan_rl.actors.vllm.vllm_args import (
@@ -42,6 +42,7 @@ from titan_rl.actors.vllm.vllm_args import (
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.routes import Routes
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request
@@ -172,7 +173,7 @@ class Engine:
             self._adapters = [vllm_adapter.request(slot) for slot in range(settings.adapter_slots)]
             args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers, settings.adapter_slots)
         if settings.folder_rank:
-            args |= folder_adapters.engine_args(settings.folder_rank, settings.adapted_layers)
+            args |= needed_part("folder adapters", "serve")(settings.folder_rank, settings.adapted_layers)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
@@ -252,7 +253,7 @@ class Engine:
         request, salt = open.request, str(self._salts[open.request.slot])
         adapter = self._adapters[request.slot] if self._adapters else None
         if request.adapter:
-            adapter = folder_adapters.request(request.adapter, self._folders)
+            adapter = needed_part("requests of folder adapters", "serve")(request.adapter, self._folders)
         for i in samples:
             begun = open.samples[i].tokens
             id = open.unfinished[i] = str(next(self._ids))

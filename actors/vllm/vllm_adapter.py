@@ -15,9 +15,6 @@ from titan_rl.actors.vllm.vllm_params import in_slot
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM's sizes of a slot. A smaller adapter would leave rows that no sync writes or verifies."""
-
 
 def engine_args(rank: int, layers: tuple[str, ...], slots: int) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for adapters of this rank on these layers of every block."""

@@ -44,7 +44,8 @@ def test_monarch_asks_many_meshes_rarely_and_few_of_them_twice_in_detect_seconds
 
 
 def test_a_controller_imports_no_engine_for_a_whole_run() -> None:
-    """Import every module above the ranks; an extension's modules for ranks are in its folder ranks. torch alone would take 1.2 CPU seconds and 160 MB.
+    """Import every module above the ranks; an extension's modules for ranks are in its folder ranks. torch alone would
+    take 1.2 CPU seconds and 160 MB.
     tests/system/test_loop.py looks at a running controller, which covers imports inside functions too."""
     paths = [path.relative_to(ROOT / "titan_rl") for path in (ROOT / "titan_rl").rglob("*.py")]
     own = [

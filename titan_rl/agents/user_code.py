@@ -1,7 +1,6 @@
 """Calls of the user's functions: async or plain, with the keywords that they take, and where they are."""
 
 import asyncio
-import importlib
 import inspect
 import linecache
 import sys
@@ -15,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
+
+from titan_rl.wire.parts import module_named
 
 HERE = Path(__file__).parent
 BUILT_IN = ("calc.py", "calc_agent.py", "hunt.py")
@@ -124,7 +125,7 @@ def load(name: str, key: str) -> Any:
     if not (module and colon and attribute) or module.startswith("."):
         raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
     try:
-        loaded: Any = importlib.import_module(module)
+        loaded: Any = module_named(module)
         for part in attribute.split("."):
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError, SyntaxError) as error:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_rl.actors.vllm.vllm_adapter import RANKS
 from titan_rl.config.sections import Config
 from titan_rl.preflight.refusal import problem
+from titan_rl.wire.adapters import SLOT_RANKS
 from titan_rl.wire.model_shape import ModelShape
 
 MERGED = 'lora.sync = "merge" allows any'
@@ -21,8 +21,8 @@ def check_adapter_sync(config: Config, shape: ModelShape, device: str) -> Iterat
     if config.generator.quantization != "none":
         why = "because adapters land beside weights that are not quantized"
         yield problem(config, "generator.quantization", f'"none", {why} ({MERGED})')
-    if config.lora.rank not in RANKS:
-        ranks = f"{', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]}"
+    if config.lora.rank not in SLOT_RANKS:
+        ranks = f"{', '.join(map(str, SLOT_RANKS[:-1]))} or {SLOT_RANKS[-1]}"
         yield problem(config, "lora.rank", f"{ranks}, the ranks of vLLM's adapters ({MERGED})")
     if device == "cuda" and config.generator.dtype == "float32":
         yield problem(config, "generator.dtype", f'"bfloat16", as vLLM\'s kernels for adapters have it ({MERGED})')

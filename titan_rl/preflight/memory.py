@@ -12,13 +12,19 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 
-from titan_rl.actors.vllm.folder_adapters import MAX_TOGETHER, slot_rank
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
-from titan_rl.wire.adapters import adaptable, adapter_sizes, cut_by_tensor_parallelism, targets, trained_parameters
+from titan_rl.wire.adapters import (
+    adaptable,
+    adapter_sizes,
+    cut_by_tensor_parallelism,
+    slot_rank,
+    targets,
+    trained_parameters,
+)
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 from titan_rl.wire.snapshot import TENSORS, peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
@@ -54,8 +60,6 @@ class AdapterCounts:
 
 
 ONE_POLICY = AdapterCounts()
-SERVED = AdapterCounts(MAX_TOGETHER, MAX_TOGETHER, MAX_TOGETHER)
-"""The models that a server of adapters plans for: a batch of its engines uses at most MAX_TOGETHER. It accepts more."""
 
 
 def count(n: float) -> str:

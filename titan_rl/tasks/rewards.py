@@ -1,7 +1,6 @@
 """The simplest rewards, f(prompt, text of the completion) -> float, and rules of all reward functions: how they are
 found, which arguments they may take, and which values they may return. reward_shapes.py calls them."""
 
-import importlib
 import inspect
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from titan_rl.config.toml import did_you_mean
+from titan_rl.wire.parts import module_named
 from titan_rl.wire.types import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
@@ -132,7 +132,7 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
         hint = f"; did you mean '{name}:FUNCTION'?" if is_file else did_you_mean(name, known)
         raise ValueError(f'task.reward: expected {names} or "package.module:function", found {name!r}{hint}')
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = getattr(module_named(module), attribute)
     except ModuleNotFoundError as error:
         own = module.removesuffix(".py").replace("/", ".")
         meant = f"; did you mean '{own}:{attribute}'?" if module.endswith(".py") else ""

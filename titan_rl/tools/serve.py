@@ -128,8 +128,8 @@ def serve_tinker(options: argparse.Namespace, overrides: Sequence[tuple[str, str
 
 
 def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scratch: Path) -> int:
+    from titan_rl.ext.tinker.counts import SERVED
     from titan_rl.preflight.checks import checked_run
-    from titan_rl.preflight.memory import SERVED
     from titan_rl.preflight.plan import prepare, settle
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.run_lock import RunLock
@@ -165,8 +165,8 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
 
 async def served_models(setup: "Setup", bound: socket.socket, key: str, terminal: "Terminal") -> int:
     """Serve until Ctrl-C or the death of a rank. Save unsaved models at the end."""
-    from titan_rl.tinker.endpoint import TinkerEndpoint
-    from titan_rl.tinker.service import Service
+    from titan_rl.ext.tinker.endpoint import TinkerEndpoint
+    from titan_rl.ext.tinker.service import Service
     from titan_rl.train.bring_up import launch_served
     from titan_rl.train.hf_folder import new_folder, write_assets
     from titan_rl.wire.errors import RunError

@@ -25,6 +25,8 @@ WHOLE_MODEL_FACTOR = 10
 """LoRA's best learning rate, as a multiple of the whole model's ("LoRA Without Regret", Thinking Machines, 2025)."""
 PEFT_FOLDER = "adapter"
 """Folder of the adapters in an exported one."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's sizes of a slot. A smaller adapter would leave rows that no sync writes or verifies."""
 PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 
@@ -77,3 +79,8 @@ def adapter_parameters(lora: LoraSection, shape: ModelShape) -> int:
 def trained_parameters(lora: LoraSection, shape: ModelShape) -> int:
     """Return how many of the policy's parameters are trained: all, or the adapters'."""
     return adapter_parameters(lora, shape) or shape.parameters
+
+
+def slot_rank(rank: int) -> int:
+    """Return the size of vLLM's slots with room for this rank."""
+    return min((size for size in SLOT_RANKS if size >= rank), default=rank)  # checks refuse a rank above all

@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
+    "requests of folder adapters": "ext.tinker.ranks.folder_adapters:request",
+    "served models": "ext.tinker.ranks.served_models:ServedModels",
     "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
     "reward code_tests": "ext.sandbox.rewards:passes_tests",
     "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
@@ -35,6 +38,10 @@ CHECKS = ("ext.sandbox.checks", "ext.trackers.checks")
 """Modules with `problems(config)` and `warnings(config)`, which are checked before a run."""
 
 
+MOVED = {"titan_rl.sandbox": "titan_rl.ext.sandbox"}
+"""Modules that configs may name by their earlier names."""
+
+
 class PartMissing(ValueError):
     """A key needs a part that this installation lacks."""
 
@@ -56,6 +63,14 @@ def missing_part(name: str, key: str) -> str:
     """Return the message that refuses a key whose part is missing."""
     folder = "/".join(PARTS[name].partition(":")[0].split(".")[:2])
     return f"{key}: expected an installation with titan_rl/{folder} ({name}), found one without"
+
+
+def module_named(name: str) -> Any:
+    """Import the module that a config names."""
+    for old, new in MOVED.items():
+        if f"{name}.".startswith(f"{old}."):
+            name = new + name.removeprefix(old)
+    return import_module(name)
 
 
 def has_part(name: str) -> bool:

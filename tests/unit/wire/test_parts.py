@@ -10,7 +10,7 @@ from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.checks.parts import NEEDED
 from titan_rl.preflight.pretrained import FetchFailed, with_models
-from titan_rl.wire.parts import PARTS, PartMissing, has_part, needed_part, part
+from titan_rl.wire.parts import PARTS, PartMissing, has_part, module_named, needed_part, part
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -48,3 +48,8 @@ def test_a_config_that_needs_a_missing_part_is_refused(name: str, monkeypatch: p
     changed = {section: replace(getattr(config, section), **keys) for section, keys in SETTINGS[name].items()}
     (line,) = [line for line in problems(replace(config, **changed)) if "ext/gone" in line]
     assert line.endswith(f"expected an installation with titan_rl/ext/gone ({name}), found one without")
+
+
+def test_modules_are_found_by_the_names_that_earlier_configs_have() -> None:
+    assert module_named("titan_rl.sandbox.code_tools").__name__ == "titan_rl.ext.sandbox.code_tools"
+    assert module_named("json").__name__ == "json"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.tinker import messages
-from titan_rl.tinker.messages import BadInput, Packed
-from titan_rl.wire.protobuf import field, fields
+from titan_rl.ext.tinker import messages
+from titan_rl.ext.tinker.messages import BadInput, Packed
+from titan_rl.ext.tinker.protobuf import field, fields
 from titan_rl.wire.types import Completion
 
 VOCAB, LONGEST = 50, 16

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from titan_rl.batch.packing import UpTo, pack, unpack
-from titan_rl.wire.protobuf import field, fields, integers
-from titan_rl.wire.served import AdamStep, ServedLoss
+from titan_rl.ext.tinker.protobuf import field, fields, integers
+from titan_rl.ext.tinker.served import AdamStep, ServedLoss
 from titan_rl.wire.types import Batch, Completion, Rows, Sample, Sampling
 
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}

@@ -7,7 +7,7 @@ from google.protobuf import descriptor_pb2, struct_pb2, wrappers_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.wire.protobuf import field, fields, integers
+from titan_rl.ext.tinker.protobuf import field, fields, integers
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.binary(), st.text())

@@ -11,11 +11,11 @@ import pytest
 
 from support.shapes import TINY
 from titan_rl.config.sections import Config, LoraSection
-from titan_rl.tinker import service as module
-from titan_rl.tinker.messages import BadInput
-from titan_rl.tinker.service import Failed, NotFound, Service
+from titan_rl.ext.tinker import service as module
+from titan_rl.ext.tinker.messages import BadInput
+from titan_rl.ext.tinker.served import FACTS
+from titan_rl.ext.tinker.service import Failed, NotFound, Service
 from titan_rl.wire.errors import RankDied, RunError
-from titan_rl.wire.served import FACTS
 
 LORA = {"rank": 4}
 ADAM = {"adam_params": {"learning_rate": 0.1}}

@@ -7,6 +7,8 @@ from titan_rl.config.choices import Clip, Level
 
 FACTS = "model.json"
 """File beside the adapters of a saved model: base, rank, layers, steps."""
+MAX_TOGETHER = 4
+"""Adapters that one batch of an engine may use. Requests for others wait."""
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
 
 

@@ -5,22 +5,17 @@ that were used last.
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.vllm.vllm_adapter import RANKS
-from titan_rl.wire.adapters import PEFT_WEIGHTS
+from titan_rl.ext.tinker.served import MAX_TOGETHER
+from titan_rl.wire.adapters import PEFT_WEIGHTS, slot_rank
 
-MAX_TOGETHER, MAX_READ = 4, 32
-"""Adapters that one batch may use, and that stay in host memory. Requests for others wait, or read again."""
+MAX_READ = 32
+"""Adapters that stay in host memory. Requests for others read again."""
 
 
 def engine_args(rank: int, layers: tuple[str, ...]) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for adapters of at most this rank on these layers of every block."""
     sizes = {"max_loras": MAX_TOGETHER, "max_cpu_loras": MAX_READ, "max_lora_rank": slot_rank(rank)}
     return {"enable_lora": True, "lora_target_modules": [*layers], **sizes}
-
-
-def slot_rank(rank: int) -> int:
-    """Return the size of vLLM's slots with room for this rank."""
-    return min((size for size in RANKS if size >= rank), default=rank)  # checks refuse a rank above all
 
 
 def request(folder: str, numbers: dict[tuple[str, int, int], int]) -> Any:
