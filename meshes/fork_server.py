@@ -12,7 +12,7 @@ themselves, so they run the current code. It reports the ends of its ranks to th
 launcher is gone. The kernel kills it with PARENT, and its ranks with it.
 
 In /proc, a forked rank has the command and environment of its fork server. To find the ranks of a run, ask the run
-(`titan_rl.ctl RUN status`) or look at its launchers: each holds a pidfd of its rank.
+(`titan_rl.tools.ctl RUN status`) or look at its launchers: each holds a pidfd of its rank.
 """
 
 import atexit

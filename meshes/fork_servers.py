@@ -1,7 +1,7 @@
 """The fork servers of this process's ranks: started here, or used where another process keeps them.
 
 TITAN_RL_FORK_SERVERS   unset: a run on CPU starts its own, which end with it
-                        FOLDER: another process keeps them there (titan_rl.warm); it must be the user's own, mode 0700
+                        FOLDER: another process keeps them there (titan_rl warm); it must be the user's own, mode 0700
                         "off": every rank starts cold, that is, it imports its engine itself
 
 A fork server that hangs is not killed before the run ends, because the kernel would kill its ranks too, which need it

@@ -20,7 +20,7 @@ from titan_rl.ext.control.client import Endpoint
 from titan_rl.meshes.fork_servers import KINDS, OFF, VARIABLE, ask
 
 WAYS = {"forked": {}, "cold": {VARIABLE: OFF}}
-WARM = "warm"  # forked from processes that titan_rl.warm keeps
+WARM = "warm"  # forked from processes that titan_rl.tools.warm keeps
 KEYS = {  # a run of seconds: two trainer ranks, one generator
     "model.dim": 64,
     "model.n_layers": 2,
@@ -127,8 +127,8 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def kept_warm(root: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment of runs while `titan_rl.warm` keeps their engines imported."""
-    command = [sys.executable, "-m", "titan_rl.warm"]
+    """Yield the environment of runs while `titan_rl.tools.warm` keeps their engines imported."""
+    command = [sys.executable, "-m", "titan_rl.tools.warm"]
     env = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(root)}
     with subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, text=True) as warm:
         assert warm.stdout is not None
@@ -151,7 +151,7 @@ def timed_run(root: Path, environment: dict[str, str], *, recovers: bool = True)
             found["command to first RL step, s"] = time.monotonic() - run.began
             found["command to first RL step, CPU s"] = run.cpu_seconds()
             found["memory of the run, MB"] = run.memory()
-            for victim in VICTIMS if recovers else ():  # ranks of titan_rl.warm are no children of the run
+            for victim in VICTIMS if recovers else ():  # ranks of titan_rl.tools.warm are no children of the run
                 time.sleep(1)  # a snapshot is complete
                 cpu, name = run.cpu_seconds(), victim.partition("[")[0].rstrip("0")
                 found[f"killed {name} to back, s"] = run.recover(victim)

@@ -44,7 +44,7 @@ def keys(*addresses: str, **more: Any) -> dict[str, Any]:
 
 def ranks(run: Run) -> dict[str, tuple[str, int]]:
     """Return where each rank is, as `ctl status` shows it."""
-    command = [sys.executable, "-m", "titan_rl.ctl", str(run.folder), "status", "--json"]
+    command = [sys.executable, "-m", "titan_rl.tools.ctl", str(run.folder), "status", "--json"]
     status = subprocess.run(command, capture_output=True, timeout=60)
     assert status.returncode == 0, said(run)
     return {rank["rank"]: (rank["host"], rank["pid"]) for rank in json.loads(status.stdout)["ranks"]}
@@ -151,7 +151,7 @@ def test_a_replica_that_does_not_start_on_one_host_is_started_on_another(
 def warmed(disk: SmallDisk) -> Iterator[str]:
     """Yield the folder of fork servers for which paths on this disk exist."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    command = [*disk.within(), sys.executable, "-m", "titan_rl.warm"]
+    command = [*disk.within(), sys.executable, "-m", "titan_rl.tools.warm"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as warm:
         assert warm.stdout is not None
         _, value = shlex.split(warm.stdout.readline())

@@ -13,7 +13,7 @@ from titan_rl.tools.inspect.audit_rules import audit
 
 
 def ctl(folder: Path, *argv: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "titan_rl.ctl", str(folder), *argv]
+    command = [sys.executable, "-m", "titan_rl.tools.ctl", str(folder), *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 

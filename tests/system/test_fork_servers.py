@@ -106,7 +106,7 @@ def test_a_run_outlives_its_fork_servers_and_leaves_nothing(
 
 def test_runs_share_what_titan_rl_warm_keeps(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
-    with subprocess.Popen([sys.executable, "-m", "titan_rl.warm"], stdout=subprocess.PIPE, text=True) as warm:
+    with subprocess.Popen([sys.executable, "-m", "titan_rl.tools.warm"], stdout=subprocess.PIPE, text=True) as warm:
         assert warm.stdout is not None
         name, _, folder = warm.stdout.readline().strip().removeprefix("export ").partition("=")
         assert name == VARIABLE

@@ -49,12 +49,12 @@ def test_a_live_run_keeps_its_folder_to_itself(runs: Runs, tmp_path: Path) -> No
     assert audited.returncode == 0, audited.stdout + audited.stderr
 
     for command in ("checkpoint", "pause"):
-        refused = program("titan_rl.ctl", str(run.folder), command)
+        refused = program("titan_rl.tools.ctl", str(run.folder), command)
         assert refused.returncode == 1
         assert f"{command}: expected checkpoint.enable = true, found false" in refused.stderr
-    status = program("titan_rl.ctl", str(run.folder), "status", "--json")
+    status = program("titan_rl.tools.ctl", str(run.folder), "status", "--json")
     assert json.loads(status.stdout)["run"]["saved"] is None
-    assert program("titan_rl.ctl", str(run.folder), "stop", "--wait").returncode == 0
+    assert program("titan_rl.tools.ctl", str(run.folder), "stop", "--wait").returncode == 0
     assert "no checkpoint was written yet: the same command starts over" in ended(run)
     assert not (run.folder / LOCK).exists()
     with RunLock(run.folder):

@@ -220,7 +220,7 @@ def test_a_run_grows_shrinks_and_says_how_it_is(runs: Runs, tmp_path: Path, vict
     import sys
 
     def ctl(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "titan_rl.ctl", str(run.folder), *arguments, "--json"]
+        command = [sys.executable, "-m", "titan_rl.tools.ctl", str(run.folder), *arguments, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

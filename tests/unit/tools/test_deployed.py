@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from titan_rl import ctl
 from titan_rl.config.presets import preset
 from titan_rl.config.sections import (
     Config,
@@ -21,7 +20,7 @@ from titan_rl.preflight.checks.rollouts import check_evaluation
 from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.task import load_task
-from titan_rl.tools import audit, export
+from titan_rl.tools import audit, ctl, export
 from titan_rl.tools import eval as eval_program
 from titan_rl.tools import serve as serve_program
 from titan_rl.tools.deployed import Chosen, Refused, choose, overrides_of, setup_of

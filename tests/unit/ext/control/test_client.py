@@ -16,9 +16,9 @@ from rich.console import Console
 
 from support.control_socket import STATUS, fail, never, refuse, serving
 from support.forked_ranks import until
-from titan_rl.ctl import MAX_ROWS, cell, main, view
 from titan_rl.ext.control.client import Endpoint, RequestFailed
 from titan_rl.ext.control.server import ANNOUNCEMENT
+from titan_rl.tools.ctl import MAX_ROWS, cell, main, view
 
 
 def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
@@ -171,6 +171,6 @@ def test_a_run_that_does_not_end_in_time_is_named(tmp_path: Path) -> None:
 
 def test_ctl_loads_no_heavy_library() -> None:
     heavy = {"tensorboard", "google.protobuf", "numpy", "torch"}
-    code = f"import sys, titan_rl.ctl; print(*{heavy} & sys.modules.keys())"
+    code = f"import sys, titan_rl.tools.ctl; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
