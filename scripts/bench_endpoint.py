@@ -19,12 +19,12 @@ from typing import Any
 import aiohttp
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
-from titan_rl.agents.agent_session import AgentSession
-from titan_rl.agents.conversation import ChatText
-from titan_rl.agents.episode_news import PROMPT, Contexts
-from titan_rl.agents.episodes import Limits
-from titan_rl.agents.openai_endpoint import OpenAIEndpoint
-from titan_rl.agents.play import Sampled
+from titan_rl.ext.agents.agent_session import AgentSession
+from titan_rl.ext.agents.conversation import ChatText
+from titan_rl.ext.agents.episode_news import PROMPT, Contexts
+from titan_rl.ext.agents.episodes import Limits
+from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
+from titan_rl.ext.agents.play import Sampled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt

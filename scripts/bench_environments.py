@@ -25,7 +25,7 @@ import psutil
 
 from bench.environment_sessions import measure_sessions
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
-from titan_rl.agents.episodes import Limits, Reply, Step
+from titan_rl.ext.agents.episodes import Limits, Reply, Step
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 POLICY_SECONDS, STEP_SECONDS = 0.05, 0.005
@@ -86,9 +86,9 @@ async def spawn_environments(options: argparse.Namespace, folder: Path) -> Any:
     import monarch.actor
     from monarch.actor import this_host
 
-    from titan_rl.actors.environment_rank import EnvironmentSettings
-    from titan_rl.agents.episode_loop import LoopSettings
-    from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+    from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+    from titan_rl.ext.agents.environment_rank import EnvironmentSettings
+    from titan_rl.ext.agents.episode_loop import LoopSettings
     from titan_rl.text import tokenizer
 
     monarch.actor.unhandled_fault_hook = lambda _: None

@@ -61,7 +61,8 @@ def tests_without(tree: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
     for folder in TESTED:
         for path in sorted((tree / "tests/unit" / folder).rglob("test_*.py")):
-            if not lacks(path, set()):
+            fixtures = [above / "conftest.py" for above in path.parents if (above / "conftest.py").exists()]
+            if not any(lacks(each, set()) for each in (path, *fixtures)):
                 yield str(path.relative_to(tree))
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from titan_rl.agents.calc import Calc
-from titan_rl.agents.episodes import Reply, Step
+from titan_rl.ext.agents.calc import Calc
+from titan_rl.ext.agents.episodes import Reply, Step
 
 
 class SlowCalc(Calc):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan_rl.agents.episodes import Reply
+    from titan_rl.ext.agents.episodes import Reply
 
 SYSTEM_PROMPT = "Answer with just the number."
 QUESTION = "Calculate {} + {}."

@@ -10,12 +10,12 @@ import aiohttp
 
 from support.chat_folders import chat_folder
 from support.played import LIMITS
-from titan_rl.agents.agent_session import AgentSession
-from titan_rl.agents.conversation import ChatText, PlainText, Renderer
-from titan_rl.agents.episode_news import PROMPT, Contexts
-from titan_rl.agents.episodes import EpisodeOver, Limits
-from titan_rl.agents.openai_endpoint import OpenAIEndpoint
-from titan_rl.agents.play import Sampled
+from titan_rl.ext.agents.agent_session import AgentSession
+from titan_rl.ext.agents.conversation import ChatText, PlainText, Renderer
+from titan_rl.ext.agents.episode_news import PROMPT, Contexts
+from titan_rl.ext.agents.episodes import EpisodeOver, Limits
+from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
+from titan_rl.ext.agents.play import Sampled
 from titan_rl.rollout.session import RolloutSession, SessionLimits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings

@@ -12,11 +12,11 @@ import monarch.actor
 from monarch.actor import this_host
 
 from support.played import EOS, LIMITS, encoded, prompt_of
-from titan_rl.actors.environment_rank import EnvironmentSettings
-from titan_rl.agents.episode_loop import LoopSettings
-from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import FaultSection
-from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+from titan_rl.ext.agents.environment_rank import EnvironmentSettings
+from titan_rl.ext.agents.episode_loop import LoopSettings
+from titan_rl.ext.agents.episodes import Limits
 from titan_rl.record.incidents import Incidents
 from titan_rl.text import tokenizer as characters
 from titan_rl.wire.types import Completion, Prompt

@@ -6,13 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.environment_rank import EnvironmentSettings, Taken
-from titan_rl.agents.conversation import PlainText
-from titan_rl.agents.episode_loop import EpisodeLoop, LoopSettings
-from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import FaultSection
-from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
-from titan_rl.meshes.environment_process import EnvironmentProcess
+from titan_rl.ext.agents.conversation import PlainText
+from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+from titan_rl.ext.agents.environment_process import EnvironmentProcess
+from titan_rl.ext.agents.environment_rank import EnvironmentSettings, Taken
+from titan_rl.ext.agents.episode_loop import EpisodeLoop, LoopSettings
+from titan_rl.ext.agents.episodes import Limits
 from titan_rl.record.incidents import Incidents
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.agents.calc import MALFORMED, Calc
-from titan_rl.agents.episodes import Reply, Step
-from titan_rl.agents.hunt import Hunt
+from titan_rl.ext.agents.calc import MALFORMED, Calc
+from titan_rl.ext.agents.episodes import Reply, Step
+from titan_rl.ext.agents.hunt import Hunt
 
 TURNS = 3
 

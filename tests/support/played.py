@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.agents.conversation import ChatText, PlainText
-from titan_rl.agents.episode_loop import EpisodeLoop, LoopSettings
-from titan_rl.agents.episode_news import Answer, Ask, Begin, Ended, News
-from titan_rl.agents.episodes import Limits
+from titan_rl.ext.agents.conversation import ChatText, PlainText
+from titan_rl.ext.agents.episode_loop import EpisodeLoop, LoopSettings
+from titan_rl.ext.agents.episode_news import Answer, Ask, Begin, Ended, News
+from titan_rl.ext.agents.episodes import Limits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, VOCABULARY, TextTokenizer

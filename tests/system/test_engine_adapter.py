@@ -17,10 +17,9 @@ from support.engine_runs import finish, gap, run, run_checks, withdraw_all
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_adapter import RANKS
 from titan_rl.actors.vllm.vllm_params import adapted, pieces, verify_complete
 from titan_rl.config.sections import LoraSection, WeightSyncSection
-from titan_rl.wire.adapters import adapter_parameters
+from titan_rl.wire.adapters import SLOT_RANKS, adapter_parameters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import ReaderCost
@@ -109,7 +108,7 @@ def trainer(loaded: Engine, model: Any, shape: ModelShape, folder: Path) -> Iter
 def check_the_engine_has_what_the_plan_fills(loaded: Engine, shape: ModelShape) -> None:
     from vllm.config.lora import MaxLoRARanks
 
-    assert get_args(MaxLoRARanks) == RANKS
+    assert get_args(MaxLoRARanks) == SLOT_RANKS
     verify_complete(loaded.info.shapes, shape, 1, lora=LORA)
 
 

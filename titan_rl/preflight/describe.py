@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
@@ -18,6 +17,7 @@ from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
+from titan_rl.tasks.games import GAMES
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR, adapter_parameters, targets, trained_parameters
 from titan_rl.wire.cores import usable_cores

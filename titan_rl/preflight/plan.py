@@ -10,7 +10,6 @@ from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.adapter_sync import with_adapter_sync
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_tensors
-from titan_rl.preflight.openings import openings
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -30,6 +29,7 @@ from titan_rl.wire.checkpoint_sums import export_damage, identify
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.parts import part
 from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.snapshot import TENSORS
 from titan_rl.wire.types import Sampling
@@ -203,10 +203,12 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     of prompts, so that a run may resume with or without the others."""
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    begun = openings(config, task, tokenizer)
-    if begun.problem:
-        raise ValueError(begun.problem)
-    task, notes = replace(task, curriculum=config.curriculum, openings=begun.by_row), [*task.notes]
+    if openings := part("openings of environments"):
+        begun = openings(config, task, tokenizer)
+        if begun.problem:
+            raise ValueError(begun.problem)
+        task = replace(task, openings=begun.by_row)
+    task, notes = replace(task, curriculum=config.curriculum), [*task.notes]
     if config.task.bad_rows == "drop":
         train, heldout = unfit_rows(config, task, tokenizer)
         notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)

@@ -6,30 +6,20 @@ The function or its module may exit, hang (even while it holds the interpreter's
 child, and is one line.
 """
 
-import asyncio
 import importlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from titan_rl.agents.adapters import MAKERS
-from titan_rl.agents.agent_session import OFFERED
-from titan_rl.agents.environment_calls import load_agent, offered_by, reset_environment, tools_of
-from titan_rl.agents.episode_loop import AGENT_KEY, KEY
-from titan_rl.agents.episodes import messages_from
-from titan_rl.agents.external_python import ExternalPython
-from titan_rl.agents.tools import Toolbox
-from titan_rl.agents.user_code import keywords_of, parameters_of
 from titan_rl.config.sections import TaskSection
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.preflight.child import Write, ask
-from titan_rl.preflight.environments import Maker, made, run_with_maker
 from titan_rl.preflight.refusal import MOST_CHARACTERS
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.reward_shapes import Arguments, component
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import judge_once, users_place
 from titan_rl.text.tokenizer import messages_of
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
@@ -41,6 +31,10 @@ STAGES = {
     CONSTRUCTED: "be constructed for the first row",
     RESET: "be reset for the first row",
 }
+
+
+PLAYERS = ("environment.name", "task.agent")
+"""Keys of what plays rollouts."""
 
 
 class Question(NamedTuple):
@@ -106,16 +100,11 @@ def problem_of(question: Question, begin: Write) -> str:
         verb = next_verb
         begin(stage, environment.turn_seconds if stage == RESET else None)  # a reset has as long as in the run
 
-    async def rehearse(make: Maker | None) -> None:
-        if make is not None and prompt is not None and name.partition(":")[0] not in MAKERS:
-            begin({TOOLS: await _rehearse(make, prompt, environment, next_stage)}, None)
-
     begin(IMPORTING, None)
     try:
-        if key == AGENT_KEY:
-            asyncio.run(_load_agent(name, environment))
-        elif key == KEY:
-            run_with_maker(environment, rehearse)
+        if key in PLAYERS:
+            rehearse = needed_part("rehearsal of environments", key)
+            rehearse(question, next_stage, lambda tools: begin({TOOLS: tools}, None))
         elif key != "task.reward":
             from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
 
@@ -138,33 +127,3 @@ def problem_of(question: Question, begin: Write) -> str:
         found = text if text.startswith("environment.python ") else found  # how it ended
         return f"{key}: expected {name!r} to {verb}, found {found}{users_place(error)}"
     return ""
-
-
-async def _rehearse(
-    make: Maker, prompt: Prompt, e: EnvironmentSection, begin: Callable[[str, str], None]
-) -> list[Mapping[str, Any]]:
-    """Make an environment as a rollout of this prompt would, reset it and close it. Return its tools' schemas."""
-    begin(CONSTRUCTED, "construct")
-    declared = [] if e.python else parameters_of(make)
-    names = [p.name for p in declared]
-    takes_any = e.python or "env_config" in names or any(p.kind is p.VAR_KEYWORD for p in declared)
-    if unknown := [each for each in e.args if not takes_any and each not in names]:
-        raise TypeError(f"no parameter for environment.args = {unknown[0]!r}; it has {', '.join(names) or 'none'}")
-    offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
-    async with made(make, offered, e) as environment:
-        if hasattr(environment, "step"):
-            try:
-                inspect.signature(environment.step).bind("reply")
-            except (TypeError, ValueError) as error:
-                raise TypeError(f"a step() that does not take one reply: {error}") from error
-        begin(RESET, "reset for the first row")
-        messages_from(await reset_environment(environment, e.name, offered))
-        return list(Toolbox(tools_of(environment)).schemas)
-
-
-async def _load_agent(name: str, e: EnvironmentSection) -> None:
-    if e.python:
-        external = await ExternalPython.start(e.python, name, key=AGENT_KEY, args=e.args, agent=True)
-        await external.close()
-    else:
-        keywords_of(load_agent(name, e.args, AGENT_KEY), dict.fromkeys(OFFERED), AGENT_KEY)

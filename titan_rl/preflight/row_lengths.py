@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.preflight.length_cache import RowLength, Rows, cached, digest_of
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.games import GAMES
 from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task
 from titan_rl.text.inspection import unusable

@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from titan_rl.agents.user_code import keywords_of, load
 from titan_rl.config.sections import Config
+from titan_rl.tasks.user_code import keywords_of, load
 from titan_rl.text.chat import common_length
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer

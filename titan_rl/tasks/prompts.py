@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titan_rl.agents.conversation import ChatText, Opening, PlainText, opened
-from titan_rl.agents.tools import Schema
 from titan_rl.tasks.orders import order_of
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.parts import needed_part
+from titan_rl.wire.sessions import Opening
 from titan_rl.wire.types import Prompt, Sample
 
 
@@ -168,8 +167,7 @@ def supervised(prompt: Prompt, tokenizer: TextTokenizer, opening: Opening | None
     turns, the policy's texts are trained on, and never the messages that it reads. `opening`: how the environment
     begins the row."""
     if opening is not None:
-        renderer = ChatText(tokenizer) if prompt.messages else PlainText(tokenizer)
-        prompt = opened(prompt, opening, renderer)
+        prompt = needed_part("prompts after an opening", "environment.name")(prompt, opening, tokenizer)
     if prompt.demonstration:
         return [demonstrated(prompt, tokenizer, opening.tools if opening is not None else ())]
     return [_answered(prompt, prompt.answer, tokenizer)]
@@ -199,7 +197,7 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
 
 
-def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Sequence[Schema] = ()) -> Sample:
+def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Sequence[dict[str, Any]] = ()) -> Sample:
     """Return a demonstration as a rollout has it. It ends before a message that the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for text, observation in prompt.demonstration:

@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titan_rl.agents.conversation import Opening
-from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
 from titan_rl.config.plain_files import text_of
 from titan_rl.tasks.examples import GYM, EndlessExamples, Example, SourceRows, read_source
+from titan_rl.tasks.games import Game, game_of
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.seeds import derive, shuffled
+from titan_rl.wire.sessions import Opening
 from titan_rl.wire.types import Prompt
 
 MOST_PLAYED = 20_000  # training problems of a game
@@ -123,7 +123,7 @@ def chat_settings(run: config.Config) -> ChatSettings:
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:
     """Load the task of [task], with at most `eval_size` held-out examples, and with rejected answers if `pairs`."""
-    game = GAMES.get(task.name)
+    game = game_of(task.name)
     if game is not None:
         train, heldout = played(task.name, seed, eval_size)
     elif task.name == "addition":
@@ -183,7 +183,8 @@ def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
 @lru_cache(maxsize=1)
 def played(name: str, seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
     """Return problems of a game, drawn and split by the seed."""
-    game = GAMES[name]
+    game = game_of(name)
+    assert game is not None, "checks refuse a game that this installation lacks"
     if eval_size >= game.count:
         raise ValueError(f"eval.size: expected less than {name}'s {game.count} problems, found {eval_size}")
     rows = [game.row(int(number)) for number in shuffled(game.count, seed)[: eval_size + MOST_PLAYED]]

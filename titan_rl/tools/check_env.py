@@ -98,7 +98,7 @@ def install(packages: Sequence[str], folder: str) -> None:
 
 def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Config:
     """Return the config to play by. Raise Refused with everything that is wrong with it."""
-    from titan_rl.agents.games import GAMES
+    from titan_rl.ext.agents.games import GAMES
 
     overridden = dict(overrides)
     if not (options.name or options.config):
@@ -125,7 +125,7 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
 
 
 def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
-    from titan_rl.preflight.checks.rollouts import check_environment
+    from titan_rl.ext.agents.checks import problems as check_environment
     from titan_rl.record.terminal import Terminal, open_console
 
     if not config.rollout_code:
@@ -170,13 +170,13 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
 
 async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Path) -> Rehearsal:
     """Play rollouts as one step of a run does."""
-    from titan_rl.agents.random_policy import RandomPolicy
+    from titan_rl.ext.agents.bring_up import launch_environments
+    from titan_rl.ext.agents.random_policy import RandomPolicy
     from titan_rl.ext.sandbox.local import configure
     from titan_rl.record.incidents import Incidents
     from titan_rl.rollout.player import Player
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.tasks.prompts import PromptSource
-    from titan_rl.train.bring_up import launch_environments
 
     config = setup.config
     configure(config.sandbox)
@@ -213,7 +213,7 @@ async def sessions(config: Config) -> int | None:
     prefix, _, url = config.environment.name.partition(":")
     if prefix != "openenv":
         return None
-    from titan_rl.agents.openenv import sessions_open
+    from titan_rl.ext.agents.openenv import sessions_open
 
     return await sessions_open(url, in_flight(config))
 

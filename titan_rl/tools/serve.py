@@ -220,8 +220,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Terminal") -> int:
-    from titan_rl.agents.conversation import ChatText, PlainText
-    from titan_rl.agents.policy_endpoint import PolicyEndpoint
+    from titan_rl.ext.agents.conversation import ChatText, PlainText
+    from titan_rl.ext.agents.policy_endpoint import PolicyEndpoint
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.train.bring_up import launch_loaded
 

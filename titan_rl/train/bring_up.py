@@ -8,27 +8,23 @@ controller ── trainer mesh (dp, tp)                                    the f
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from monarch.actor import shutdown_context, this_host
 
 from titan_rl.actors.endpoint import without_lines
-from titan_rl.actors.environment_rank import EnvironmentSettings
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
-from titan_rl.agents.episode_loop import LoopSettings
-from titan_rl.agents.episodes import Limits
 from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import Config, LoraSection
 from titan_rl.meshes import deaths, fork_servers, snapshot_servers
-from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.hosts import Host, RankPlace
@@ -43,12 +39,27 @@ from titan_rl.record.terminal import Terminal
 from titan_rl.train.rank_places import RankPlaces, joined_hosts, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
+from titan_rl.wire.parts import needed_part
+from titan_rl.wire.sessions import Driver
+from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import RoleName
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
 HURRIED_SECONDS = 0.5
 GOODBYE_SECONDS = 0.3  # for Monarch's last messages, to processes that are dead. Monarch itself takes 0.3 at exit
+
+
+class Environments(Driver, Protocol):
+    """The mesh of processes that play rollouts."""
+
+    @property
+    def ranks(self) -> dict[str, tuple[str, float]]:
+        """Return the state of each rank, and since when."""
+        ...
+
+    def spans(self) -> Mapping[str, Awaitable[Recorded]]: ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Meshes:
     teacher: ModelMesh | None = None
     reward_model: ModelMesh | None = None
     critic: ModelMesh | None = None
-    environments: EnvironmentMesh | None = None
+    environments: Environments | None = None
     colocated: bool = False  # generators and trainers take turns on the same devices
     on_gpus: bool = False
     hosts: Sequence[Host] = ()
@@ -95,7 +106,7 @@ class Meshes:
         return [mesh for mesh in every if mesh is not None]
 
 
-AnyMesh = ModelMesh | GeneratorMesh | EnvironmentMesh
+AnyMesh = ModelMesh | GeneratorMesh | Environments
 
 
 Launch = Callable[[Setup, Terminal, Incidents, Callable[[], bool]], AbstractAsyncContextManager[tuple[Meshes, Watch]]]
@@ -103,7 +114,7 @@ Launch = Callable[[Setup, Terminal, Incidents, Callable[[], bool]], AbstractAsyn
 
 
 @asynccontextmanager
-async def _closed_at_end(
+async def closed_at_end(
     watch: Watch, close_seconds: Callable[[], float] = lambda: CLOSE_SECONDS
 ) -> AsyncIterator[list[AnyMesh]]:
     """Yield a list for the meshes to close at the end, also after errors. A RunError becomes the death behind it."""
@@ -142,7 +153,7 @@ async def launch(
 
     async with (
         joined_hosts(setup, terminal.warn, regrow_generators) as hosts,
-        _closed_at_end(watch, close_seconds) as to_close,
+        closed_at_end(watch, close_seconds) as to_close,
     ):
         rank_places = RankPlaces(setup, hosts)
         started = await watch.drive(_start(rank_places, setup, terminal, incidents))
@@ -171,7 +182,7 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
     if setup.config.samples_rollouts:
         starting["generators"] = partial(_generators, rank_places.of_replica, setup, terminal, incidents)
         if setup.config.rollout_code:
-            starting["environments"] = partial(_environments, rank_places.of_environment, setup, terminal, incidents)
+            starting["environments"] = partial(_environments(), rank_places.of_environment, setup, terminal, incidents)
     for role in config.roles:
         starting[role] = partial(started, cast(RoleName, role))
     meshes: dict[str, Any] = {}
@@ -199,13 +210,13 @@ async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, 
 @asynccontextmanager
 async def launch_loaded(
     setup: Setup, terminal: Terminal
-) -> AsyncIterator[tuple[GeneratorMesh, EnvironmentMesh | None, Watch]]:
+) -> AsyncIterator[tuple[GeneratorMesh, Environments | None, Watch]]:
     """Start generators that load the weights in setup.model_folder, and the environments, without trainers. A lost
     process is not replaced: the watch raises an error that names it."""
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=[])
-    async with _closed_at_end(watch) as to_close:
-        host = _local_host()
+    async with closed_at_end(watch) as to_close:
+        host = local_host()
 
         def placed(replica: int, _: bool) -> RankPlace:
             tp = setup.config.generator.tensor_parallel_degree
@@ -216,7 +227,7 @@ async def launch_loaded(
         to_close.append(generators)
         environments = None
         if setup.config.rollout_code:
-            environments = await watch.drive(_environments(lambda _: host, setup, terminal, None))
+            environments = await watch.drive(_environments()(lambda _: host, setup, terminal, None))
             to_close.append(environments)
         yield generators, environments, watch
 
@@ -229,7 +240,7 @@ async def launch_served(
     and adapters from the folders that requests name. A lost process is not replaced, as in launch_loaded."""
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=[])
-    async with joined_hosts(setup, terminal.warn, lambda: None) as hosts, _closed_at_end(watch) as to_close:
+    async with joined_hosts(setup, terminal.warn, lambda: None) as hosts, closed_at_end(watch) as to_close:
         rank_places = RankPlaces(setup, hosts)
         env = {PLANNED: setup.device, **_allocator_env(setup)}
         trainers = ModelMesh(partial(rank_places.of_model, "trainer"), "trainer", setup.resolved, setup.shape, env)
@@ -243,21 +254,11 @@ async def launch_served(
         yield trainers, generators, watch
 
 
-@asynccontextmanager
-async def launch_environments(
-    setup: Setup, terminal: Terminal, incidents: Incidents
-) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
-    """Start the environments alone. Lost processes are replaced."""
-    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
-    watch = Watch(tended=["environment"])
-    async with _closed_at_end(watch) as to_close:
-        host = _local_host()
-        environments = await watch.drive(_environments(lambda _: host, setup, terminal, incidents))
-        to_close.append(environments)
-        yield environments, watch
+def _environments() -> Callable[..., Coroutine[Any, Any, Environments]]:
+    return needed_part("environments", "environment.name")
 
 
-def _local_host() -> Host:
+def local_host() -> Host:
     with without_lines(b"Monarch internal logs are being written"):
         return Host(this_host())
 
@@ -323,23 +324,6 @@ async def _generators(
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh
-
-
-async def _environments(
-    host_of: Callable[[int], Host], setup: Setup, terminal: Terminal, incidents: Incidents | None
-) -> EnvironmentMesh:
-    e = setup.config.environment
-    limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
-    agent, context = bool(setup.config.task.agent), setup.config.longest_rollout
-    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context)
-    chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
-    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
-    patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
-    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
-    with terminal.phase("environment: processes"):
-        return await EnvironmentMesh.spawn(
-            host_of, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
-        )
 
 
 def _share_gpus(setup: Setup) -> bool:

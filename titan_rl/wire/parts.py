@@ -9,6 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "environments": "ext.agents.bring_up:environments_of",
+    "games": "ext.agents.games:GAMES",
+    "openings of environments": "ext.agents.openings:openings",
+    "prompts after an opening": "ext.agents.conversation:read_after",
+    "rehearsal of environments": "ext.agents.rehearsal:rehearse",
     "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
     "requests of folder adapters": "ext.tinker.ranks.folder_adapters:request",
     "served models": "ext.tinker.ranks.served_models:ServedModels",
@@ -34,11 +39,11 @@ PARTS = {
 }
 """Where each part is."""
 
-CHECKS = ("ext.sandbox.checks", "ext.trackers.checks")
+CHECKS = ("ext.agents.checks", "ext.sandbox.checks", "ext.trackers.checks")
 """Modules with `problems(config)` and `warnings(config)`, which are checked before a run."""
 
 
-MOVED = {"titan_rl.sandbox": "titan_rl.ext.sandbox"}
+MOVED = {"titan_rl.agents": "titan_rl.ext.agents", "titan_rl.sandbox": "titan_rl.ext.sandbox"}
 """Modules that configs may name by their earlier names."""
 
 

@@ -63,6 +63,14 @@ class Outcome:
     feedback: str = ""  # the last text that the environment returned as its feedback
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What an environment adds to a prompt before the first turn."""
+
+    observation: Any = None  # text, messages, or the whole conversation
+    tools: Sequence[dict[str, Any]] = ()  # their schemas
+
+
 class Session(Protocol):
     """One rollout's access to the policy."""
 

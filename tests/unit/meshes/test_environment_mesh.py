@@ -13,8 +13,8 @@ from support.environment_meshes import Scripted, scripted
 from support.fake_environments import fake_environments
 from support.odd_environments import TURNS
 from support.played import LIMITS, prompt_of
-from titan_rl.agents.episode_news import Answer
-from titan_rl.agents.episodes import Reply
+from titan_rl.ext.agents.episode_news import Answer
+from titan_rl.ext.agents.episodes import Reply
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits

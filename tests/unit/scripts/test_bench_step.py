@@ -15,7 +15,7 @@ from bench.step_shapes import SHAPES, TOOL_SAYS, Tool, chats
 from bench.step_torch import padded
 from bench.step_waterfall import floor, layers, of_one_commit, ratios, steps_of
 from bench.step_ways import LAG, OURS, PARTS, PEAK, PROMPTS_FILE, TORCH, TRL, VLLM, medians, run_keys
-from titan_rl.agents.episodes import Reply
+from titan_rl.ext.agents.episodes import Reply
 from titan_rl.wire.types import Request, Sampling
 
 ROUNDS = {  # way: generation, training, sync, step of each round

@@ -113,6 +113,6 @@ def test_every_import_is_a_declared_dependency() -> None:
         if module not in sys.stdlib_module_names | {"titan_rl"} and declared.isdisjoint(providers.get(module, ()))
     }
     assert undeclared == {
-        "titan_rl/agents/verifiers_agent.py: verifiers",  # it runs in an environment.python that has it
+        "titan_rl/ext/agents/verifiers_agent.py: verifiers",  # it runs in an environment.python that has it
         "titan_rl/tools/fetch/convert_gguf.py: gguf",  # it runs in a process that has a fetched wheel on its path
     }

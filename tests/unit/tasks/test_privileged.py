@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.agent_rollouts import chatting
-from titan_rl.agents.episodes import Step
-from titan_rl.agents.play import Score
 from titan_rl.batch.experience import samples_of
 from titan_rl.config.presets import PRESETS
 from titan_rl.config.sections import AlgorithmSection, Config, TeacherSection
+from titan_rl.ext.agents.episodes import Step
+from titan_rl.ext.agents.play import Score
 from titan_rl.tasks.privileged import PrivilegedPrompts, aligned, exchanged, template_of
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
 from titan_rl.tasks.reward_shapes import component

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.chat_folders import chat_folder
-from titan_rl.agents.tools import schema
+from titan_rl.ext.agents.tools import schema
 from titan_rl.text.answers import CallFormat, MalformedCall, parse_answer
 from titan_rl.text.tokenizer import TextTokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.chat_folders import chat_folder
-from titan_rl.agents.random_policy import RandomPolicy, tools_in
+from titan_rl.ext.agents.random_policy import RandomPolicy, tools_in
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.tools.check_env import Rehearsal, config_of, facts, main, parser, table
 from titan_rl.tools.deployed import Refused
@@ -55,7 +55,7 @@ def test_a_name_is_an_environment_or_an_agent_and_a_config_may_have_it() -> None
     assert named("my:Thing") == ("my:Thing", "", "jsonl")
     assert named("my:run", "--agent") == ("", "my:run", "jsonl")
     assert named("verifiers:gsm8k") == ("", "verifiers:gsm8k", "jsonl")
-    assert named("--config", "calc_agent_llama") == ("", "titan_rl.agents.calc_agent:run", "calc")
+    assert named("--config", "calc_agent_llama") == ("", "titan_rl.ext.agents.calc_agent:run", "calc")
     with pytest.raises(Refused, match="base"):
         config_of(parser().parse_args(["hunt"]), [("base.x", "1")])
 

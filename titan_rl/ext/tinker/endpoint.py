@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from titan_rl.agents.openai_endpoint import SILENT, json_body
+from titan_rl.ext.agents.openai_endpoint import SILENT, json_body
 from titan_rl.ext.tinker.messages import BadInput, address
 from titan_rl.ext.tinker.service import Answer, Failed, NotFound, Service
 from titan_rl.wire.errors import RunError

@@ -65,6 +65,9 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
 
 def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLICY) -> Iterator[str]:
     """Yield the problems of keys and files, and of memory on GPUs of this size."""
+    if missing := list(check_parts(config)):
+        yield from missing
+        return
     device = device_of(config, gpus.count)
     config, gpus = on_device(config, device), gpus if device == "cuda" else NO_GPUS
     shape, unusable = usable_shape(config)
@@ -79,9 +82,7 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from algorithm.check_steps(config)
     yield from algorithm.check_titan_keys(config)
     yield from algorithm.check_algorithm(config)
-    yield from rollouts.check_environment(config)
     yield from rollouts.check_evaluation(config)
-    yield from check_parts(config)
     for part in CHECKS:
         yield from part.problems(config)
     yield from hosts.check_launch(config)

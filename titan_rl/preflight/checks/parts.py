@@ -3,11 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from titan_rl.config.sections import Config
+from titan_rl.tasks.games import GAMES
 from titan_rl.wire import parts
 
 CHECKS = parts.modules_of(parts.CHECKS)
 
 NEEDED: Sequence[tuple[str, str, Callable[[Config], bool]]] = (
+    ("environments", "environment.name", lambda config: bool(config.environment.name)),
+    ("environments", "task.agent", lambda config: bool(config.task.agent)),
+    ("games", "task.name", lambda config: config.task.name in GAMES),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),

@@ -1,96 +1,25 @@
-"""Checks of what samples, plays and judges rollouts: [environment], agents and [eval]."""
+"""Checks of evaluations: [eval]."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
-from titan_rl.agents.games import GAMES
-from titan_rl.agents.openenv import sessions_open
 from titan_rl.config.eval_sets import EvalSet, eval_sets, problems_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_callable, unnumbered
-from titan_rl.preflight.memory import in_flight
-from titan_rl.preflight.openings import first_prompt, openings
-from titan_rl.preflight.probe import probe, untokenized
+from titan_rl.preflight.probe import untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
 from titan_rl.tasks.examples import GYM, BadRows, Example
+from titan_rl.tasks.games import GAMES
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.row_files import EXPECTED
-from titan_rl.tasks.task import Task, load_task, set_rows
+from titan_rl.tasks.task import Task, set_rows
 from titan_rl.tasks.verifiers import AT_ONCE
-from titan_rl.wire.seeds import derive
-
-
-def check_environment(config: Config) -> Iterator[str]:
-    """Check that what drives rollouts can be imported, and fits the task and the run."""
-    wrong, e, task = partial(problem, config), config.environment, config.task
-    if task.agent:
-        yield from _check_agent(config)
-    if not config.rollout_code:
-        if task.name in GAMES:
-            yield wrong("environment.name", f'"{task.name}" for task.name = "{task.name}"')
-        return
-    if not config.samples_rollouts:
-        yield wrong("environment.name" if e.name else "task.agent", '"", because nothing is sampled')
-    if e.name in GAMES:
-        if task.name != e.name:
-            yield wrong("task.name", f'"{e.name}" for environment.name = "{e.name}"')
-    elif e.name:
-        unusable = list(probe(e.name, first_prompt(config), key="environment.name", environment=e))
-        yield from unusable or _check_openings(config)
-        yield from _check_server(config, usable=not unusable)
-    if e.turn_seconds > e.rollout_seconds:
-        yield wrong("environment.turn_seconds", f"at most environment.rollout_seconds = {e.rollout_seconds:g}")
-    if e.lockstep and config.rollout.steps_ahead:
-        why = "because the rollouts of several steps are in flight with rollout.max_staleness_steps > 0"
-        yield wrong("environment.lockstep", f"false, {why}")
-    if e.max_tokens > config.training.seq_len:
-        yield wrong("environment.max_tokens", f"at most training.seq_len = {config.training.seq_len}")
-    if task.name in GAMES and config.cold_start.steps:
-        least = GAMES[task.name].longest + 16
-        if config.training.seq_len < least:
-            longest = f"the longest demonstration of {task.name} with its prompt"
-            yield wrong("training.seq_len", f"at least {least}, {longest}")
-
-
-def _check_openings(config: Config) -> Iterator[str]:
-    """Check that demonstrations can be read as rollouts are, of rows that can be read with a tokenizer that can be."""
-    with suppress(BadRows, OSError, ValueError):
-        task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size)
-        if (tokenizer := policy_tokenizer(config)) and (found := openings(config, task, tokenizer).problem):
-            yield found
-
-
-def _check_server(config: Config, *, usable: bool) -> Iterator[str]:
-    """Check that the server of an OpenEnv environment is reached and takes enough sessions."""
-    prefix, _, url = config.environment.name.partition(":")
-    if prefix != "openenv":
-        return
-    if config.hosts.isolation != "off":
-        why = "because the run's own network does not reach the server of environment.name"
-        yield problem(config, "hosts.isolation", f'"off", {why}')
-    elif usable and (takes := asyncio.run(sessions_open(url, wanted := in_flight(config)))) < wanted:
-        most = f"environment.processes x environment.concurrency: expected at most {takes}"
-        yield f"{most}, the sessions that {url} takes (its max_concurrent_envs), found {wanted} rollouts in flight"
-
-
-def _check_agent(config: Config) -> Iterator[str]:
-    e, agent = config.environment, config.task.agent
-    if e.name:
-        yield problem(config, "task.agent", f'"", because environment.name = {as_toml(e.name)} drives the rollouts')
-        return
-    if e.lockstep:
-        why = "because an agent may ask for several turns at the same time"
-        yield problem(config, "environment.lockstep", f"false with task.agent, {why}")
-    yield from probe(agent, None, key="task.agent", environment=e)
 
 
 def check_evaluation(config: Config) -> Iterator[str]:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from titan_rl.agents.games import GAMES
 from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
 from titan_rl.config.eval_sets import eval_sets
 from titan_rl.config.eval_sets import problems_of as set_problems
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
-from titan_rl.preflight.openings import openings
 from titan_rl.preflight.probe import probe, tools_found, untokenized
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import GYM, BadRows, Example, named, read_source
+from titan_rl.tasks.games import game_of
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, expected_number
@@ -78,8 +77,8 @@ def check_task(config: Config) -> Iterator[str]:
 def _generated(config: Config) -> tuple[Rows, Rows]:
     name, size, seed = config.task.name, config.eval.size, derive(config.debug.seed, "task")
     most, problems = ADDITION_HELD_OUT, "addition's 10,000 sums"
-    if name != "addition":
-        most, problems = GAMES[name].count // 5, f"{name}'s {GAMES[name].count:,} problems"
+    if game := game_of(name):
+        most, problems = game.count // 5, f"{name}'s {game.count:,} problems"
     if size > most:
         return ([], [problem(config, "eval.size", f"at most {most} of {problems}")]), ([], [])
     train, heldout = addition(seed, size) if name == "addition" else played(name, seed, size)
@@ -183,7 +182,8 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     if tokenizer is None:
         return
-    task = replace(task, openings=openings(config, task, tokenizer).by_row)  # check_environment has its problem
+    if begun := part("openings of environments"):
+        task = replace(task, openings=begun(config, task, tokenizer).by_row)  # check_environment has its problem
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses

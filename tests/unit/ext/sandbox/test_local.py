@@ -12,8 +12,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.config.sections import SandboxSection
+from titan_rl.ext.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.ext.sandbox import code_tools, local
 from titan_rl.ext.sandbox.code_tools import CodeTools, python, shell, shown
 from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits

@@ -1,0 +1,48 @@
+"""Starts the processes that play rollouts."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+from titan_rl.ext.agents.environment_rank import EnvironmentSettings
+from titan_rl.ext.agents.episode_loop import LoopSettings
+from titan_rl.ext.agents.episodes import Limits
+from titan_rl.meshes import deaths
+from titan_rl.meshes.faults import Watch
+from titan_rl.meshes.hosts import Host
+from titan_rl.preflight.plan import Setup
+from titan_rl.record.incidents import Incidents
+from titan_rl.record.terminal import Terminal
+from titan_rl.train.bring_up import closed_at_end, local_host
+
+
+@asynccontextmanager
+async def launchenvironments_of(
+    setup: Setup, terminal: Terminal, incidents: Incidents
+) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
+    """Start the environments alone. Lost processes are replaced."""
+    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
+    watch = Watch(tended=["environment"])
+    async with closed_at_end(watch) as to_close:
+        host = local_host()
+        environments = await watch.drive(environments_of(lambda _: host, setup, terminal, incidents))
+        to_close.append(environments)
+        yield environments, watch
+
+
+async def environments_of(
+    host_of: Callable[[int], Host], setup: Setup, terminal: Terminal, incidents: Incidents | None
+) -> EnvironmentMesh:
+    """Start the environments of a run."""
+    e = setup.config.environment
+    limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
+    agent, context = bool(setup.config.task.agent), setup.config.longest_rollout
+    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context)
+    chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
+    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
+    patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
+    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
+    with terminal.phase("environment: processes"):
+        return await EnvironmentMesh.spawn(
+            host_of, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
+        )
