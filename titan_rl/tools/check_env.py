@@ -171,7 +171,6 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
 async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Path) -> Rehearsal:
     """Play rollouts as one step of a run does."""
     from titan_rl.ext.agents.bring_up import launch_environments
-    from titan_rl.ext.agents.bring_up import launch_environments
     from titan_rl.ext.agents.random_policy import RandomPolicy
     from titan_rl.ext.sandbox.local import configure
     from titan_rl.record.incidents import Incidents

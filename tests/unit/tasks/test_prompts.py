@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection, TaskSection
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
@@ -206,12 +206,3 @@ def test_a_demonstration_in_messages_is_that_in_text_and_a_chat_renders_their_ro
     assert text.decode(sample.tokens[len(tokens) :], skip_special=False).startswith("?347*862</s>")
     said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]
     assert text.decode(said, skip_special=False) == "?347*862</s>299114</s>"
-
-
-def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(text: TextTokenizer) -> None:
-    task = load_task(TaskSection(name="hunt"), seed=3, eval_size=20)
-    assert (len(task.train), len(task.heldout)) == (580, 20)
-    assert not {str(example.row) for example in task.train} & {str(example.row) for example in task.heldout}
-    first, second, again = (task.prompt(task.train[0], id, text).demonstration for id in (1, 2, 1))
-    assert first == again
-    assert first != second

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 from support.played import playing, prompt_of
+from titan_rl.config.sections import TaskSection
 from titan_rl.ext.agents import calc, hunt
+from titan_rl.tasks.task import load_task
+from titan_rl.text.tokenizer import TextTokenizer
 
 
 def test_calc_rewards_the_answer_only_and_answers_calls(tmp_path: Path) -> None:
@@ -66,3 +69,12 @@ def test_hunt_demonstrates_random_moves_by_its_own_rules() -> None:
             board.move(move)
             assert hint == ("" if board.over else board.hint())
         assert board.over
+
+
+def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(text: TextTokenizer) -> None:
+    task = load_task(TaskSection(name="hunt"), seed=3, eval_size=20)
+    assert (len(task.train), len(task.heldout)) == (580, 20)
+    assert not {str(example.row) for example in task.train} & {str(example.row) for example in task.heldout}
+    first, second, again = (task.prompt(task.train[0], id, text).demonstration for id in (1, 2, 1))
+    assert first == again
+    assert first != second
