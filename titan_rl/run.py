@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, private_folder, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
+from titan_rl.wire.parts import part
 from titan_rl.wire.program import DONE, FAILED, FAILED_AGAIN, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the fork servers import too
@@ -114,8 +115,7 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
 def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.plan import settle
-    from titan_rl.preflight.policies import described, prepared, settle_policies
-    from titan_rl.preflight.sharding import checked_sharding
+    from titan_rl.preflight.policies import prepared, settle_policies
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock
 
@@ -127,8 +127,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if servers is None:
             setup = prepared(invocation, scratch)
-            sharded = checked_sharding(setup)
-            terminal.plan(described(setup, invocation.warnings, sharded))
+            show_plan(setup, invocation.warnings, terminal, dry=True)
             terminal.note("dry run: everything was checked, nothing was started")
             return DONE
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
@@ -138,13 +137,21 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers
         setup = prepared(invocation, scratch)
         if not setup.finished:
             setup = settle_policies(setup, lock, stack) if setup.policies else settle(setup, lock)
-        terminal.plan(described(setup, invocation.warnings))
+        show_plan(setup, invocation.warnings, terminal)
         if setup.finished:
             terminal.note(
                 f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
             )
             return DONE
         return run(setup, terminal)
+
+
+def show_plan(setup: "Setup", warnings: Sequence[str], terminal: "Terminal", *, dry: bool = False) -> None:
+    if plan := part("plan of a run"):
+        terminal.plan(plan(setup, warnings, dry=dry))
+        return
+    for warning in warnings:
+        terminal.warn(warning)
 
 
 def run(setup: "Setup", terminal: "Terminal") -> int:

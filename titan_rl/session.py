@@ -11,9 +11,8 @@ from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
-from titan_rl.record.sinks import tracking
+from titan_rl.record.sinks import timeline, tracking
 from titan_rl.record.terminal import Terminal
-from titan_rl.record.timeline import timeline
 from titan_rl.train.bring_up import Launch, launch, shutdown, start_snapshots
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery

@@ -4,9 +4,9 @@ import pytest
 
 from support.gloo_ranks import on_ranks
 from support.rank_bytes import allocated, config_of
+from titan_rl.ext.run_plan.sharding import ask_titan, questions
 from titan_rl.preflight.memory import trained
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.preflight.sharding import ask_titan, questions
 from titan_rl.wire.weight_source import SLOTS
 
 

@@ -1,23 +1,15 @@
 """Plans a run of several policies over one base: a setup of each, as if it ran alone, and one of their meshes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from titan_rl.config.sections import BYTES, Config
-from titan_rl.preflight.describe import describe
+from titan_rl.config.sections import Config
 from titan_rl.preflight.load import Invocation
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, size
 from titan_rl.preflight.plan import Setup, prepare, settle
-from titan_rl.record.plan_view import RunPlan
 from titan_rl.record.run_lock import RunLock
-from titan_rl.wire.adapters import adapter_parameters
-from titan_rl.wire.snapshot import TENSORS
-
-SHARED = ("model", "lora", "weights", "microbatch", "on a GPU")
-"""Labels of a plan's facts that are the same for all policies."""
 
 
 def prepared(run: Invocation, scratch: Path) -> Setup:
@@ -55,34 +47,4 @@ def _shared(name: str, shared: Config, policies: Mapping[str, Setup]) -> Setup:
     folder = Path(shared.job.dump_folder).absolute()
     return replace(
         first, name=name, given=given, config=config, resolved=resolved, folder=folder, policies=dict(policies)
-    )
-
-
-def described(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> RunPlan:
-    plan = describe(setup, warnings, sharded)
-    if not setup.policies:
-        return plan
-    facts = [(label, text) for label, text in plan.facts if label in SHARED]
-    facts.append(("policies", policies_fact(setup)))
-    remarks = list(plan.warnings)
-    for name, policy in setup.policies.items():
-        own = describe(policy, ())
-        lines = [f"{label}: {text}" for label, text in own.facts if label not in (*SHARED, "auto")]
-        facts.append((name, "\n".join(lines)))
-        remarks += [f"{name}: {line}" for line in own.warnings if line not in plan.warnings]
-    return replace(plan, facts=[*facts, ("run", str(setup.folder))], warnings=remarks)
-
-
-def policies_fact(setup: Setup) -> str:
-    """Describe what further policies cost: memory of the trainers and engines, and bytes of a sync."""
-    config, several = setup.config, len(setup.policies)
-    adapters = adapter_parameters(config.lora, setup.shape)
-    each, shards = adapters * BYTES[config.training.dtype], config.parallelism.shards
-    bank, states = (several - 1) * 2 * each, several * (TENSORS - 1) * each
-    moved = adapters * BYTES[config.generator.dtype]
-    return (
-        f"{several} over one base, {count(adapters)} parameters each. Trainers keep values and gradients of those not "
-        f"in use, {size(bank)}, and Adam's moments of all, {size(states)}, over {shards} shard(s). Engines have a slot "
-        f"of {size(moved)} for each; a sync of one policy moves as much. There are no snapshots in memory: a lost "
-        "trainer ends the run, which resumes from each policy's last checkpoint"
     )

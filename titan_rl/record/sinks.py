@@ -1,12 +1,13 @@
-"""What else gets a run's numbers and samples while they are written: a tracker, for example."""
+"""What else gets a run's numbers, samples and spans: a tracker, a timeline."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from titan_rl.config.sections import Config
 from titan_rl.wire.parts import part
+from titan_rl.wire.spans import Recorded
 
 State = Literal["finished", "stopped", "failed"]
 Axis = Literal["cold_start", "rl"]
@@ -44,3 +45,17 @@ def tracking(
 @asynccontextmanager
 async def _none(folder: Path, config_name: str, config: Config, *, resumed: bool, warn: Warn) -> AsyncIterator[None]:
     yield None
+
+
+class HasSpans(Protocol):
+    """The part of a mesh that the timeline uses."""
+
+    def spans(self) -> Mapping[str, Awaitable[Recorded]]:
+        """Ask each rank, by name, for the spans recorded since the last call."""
+        ...
+
+
+def timeline(path: Path, meshes: Sequence[HasSpans], note: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
+    """Write what every rank did, and when, to a file while the body runs, if this installation can."""
+    started = part("timeline")
+    return started(path, meshes, note) if started else nullcontext()

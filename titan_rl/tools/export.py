@@ -25,7 +25,7 @@ from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
-from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
+from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.adapters import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.wire.checkpoint_sums import FOLDER, damage

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "plan of a run": "ext.run_plan.plan:run_plan",
     "environments": "ext.agents.bring_up:environments_of",
     "games": "ext.agents.games:GAMES",
     "openings of environments": "ext.agents.openings:openings",
@@ -33,6 +34,7 @@ PARTS = {
     "losses of reward models": "ext.preference.ranks.objectives:reward",
     "pretrained models": "tools.fetch.models:model_folder",
     "samples at the end": "tools.inspect.last_samples:last_samples",
+    "timeline": "ext.timeline.timeline:timeline",
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
     "warnings of rules": "tools.diagnosis.watch:Watch",

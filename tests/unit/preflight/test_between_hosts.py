@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from titan_rl.config import sections as c
-from titan_rl.preflight import describe
+from titan_rl.ext.run_plan import describe
 from titan_rl.wire.gpus import Gpus
 
 READS = "RDMABuffer, one-sided reads"

@@ -20,9 +20,9 @@ from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.actors.titan import document_attention, experts, lora
 from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.context_parallel import Part, cut, group_mesh
-from titan_rl.actors.titan.meta_model import fake_ranks
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
+from titan_rl.ext.run_plan.ranks.meta_model import fake_ranks
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Rows

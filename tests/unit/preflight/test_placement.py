@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.config.toml import find, load
+from titan_rl.ext.run_plan.tables import ROOM, after_loss, host_rows
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.placement import (
     Share,
@@ -17,7 +18,6 @@ from titan_rl.preflight.placement import (
     place_again,
     slots_per_host,
 )
-from titan_rl.preflight.tables import ROOM, after_loss, host_rows
 from titan_rl.wire.gpus import Gpus
 
 

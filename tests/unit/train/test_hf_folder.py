@@ -16,7 +16,7 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import Unwritable
 from titan_rl.tasks.task import Example, Task
 from titan_rl.text import tokenizer as characters
-from titan_rl.train.export_proof import ProofFailed, compare_prompts
+from titan_rl.tools.export_proof import ProofFailed, compare_prompts
 from titan_rl.train.hf_folder import export_policy, new_folder, write_assets
 from titan_rl.wire.errors import RankFailed
 

@@ -9,9 +9,9 @@ import pytest
 from support.checked_configs import config
 from titan_rl.config.sections import Config
 from titan_rl.ext.agents.openings import first_prompt
+from titan_rl.ext.run_plan.describe import environments
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import problems
-from titan_rl.preflight.describe import environments
 
 STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'

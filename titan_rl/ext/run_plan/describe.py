@@ -11,11 +11,11 @@ from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
+from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
 from titan_rl.preflight.adapter_sync import with_adapter_sync
 from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, saved_tensors, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
-from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.tasks.games import GAMES
 from titan_rl.text.inspection import inspect_template, verdict

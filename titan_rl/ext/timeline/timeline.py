@@ -15,12 +15,13 @@ removed once all have `ALL_FILES` bytes.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titan_rl.record.lines import SelfClosing, encode
+from titan_rl.record.sinks import HasSpans
 from titan_rl.wire.spans import Recorded, Recorder, Span, span
 
 CONTROLLER = "controller"
@@ -34,14 +35,6 @@ DETAIL = 2 << 20  # bytes of spans with an id until half of the ids are left out
 SPREAD, RANGE = 0x9E3779B1, 1 << 32  # multiplied by it, ids that follow each other are evenly spread over the range
 
 Event = dict[str, Any]
-
-
-class HasSpans(Protocol):
-    """The part of a mesh that the timeline uses."""
-
-    def spans(self) -> Mapping[str, Awaitable[Recorded]]:
-        """Ask each rank, by name, for the spans recorded since the last call."""
-        ...
 
 
 @asynccontextmanager

@@ -9,9 +9,9 @@ from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, LoraSection, ModelSection, ParallelismSection
 from titan_rl.config.toml import find, load
+from titan_rl.ext.run_plan.sharding import CannotShard, ask_titan, questions
 from titan_rl.preflight.memory import GIB, HostLoad, by_formula, host_loads, needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
 from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
 
 TINY = shape_of(ModelSection())

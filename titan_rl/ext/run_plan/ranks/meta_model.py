@@ -1,6 +1,6 @@
 """Cuts models over ranks that do not exist, for a dry run: no weight is allocated and no message is sent.
 
-    python -m titan_rl.actors.titan.meta_model ANSWER < QUESTIONS
+    python -m titan_rl.ext.run_plan.ranks.meta_model ANSWER < QUESTIONS
 
 QUESTIONS is a pickled dict of MeshQuestion. ANSWER becomes a pickled dict: a ShardedModel, or why there is none. Each
 model is built on the meta device and parallelized by TorchTitan, as in a trainer, under a fake process group of the

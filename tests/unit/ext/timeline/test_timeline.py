@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.traces import lanes, overlaps, read, tracks
-from titan_rl.record import timeline as module
-from titan_rl.record.timeline import Clocks, Timeline, timeline
+from titan_rl.ext.timeline import timeline as module
+from titan_rl.ext.timeline.timeline import Clocks, Timeline, timeline
 from titan_rl.wire.spans import Recorded, Recorder, Span
 
 

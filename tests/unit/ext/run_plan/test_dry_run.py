@@ -11,7 +11,7 @@ from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
-from titan_rl.preflight import sharding
+from titan_rl.ext.run_plan import sharding
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
 from titan_rl.text import tokenizer as characters

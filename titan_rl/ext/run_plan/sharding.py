@@ -59,7 +59,7 @@ def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
 
 
 def ask_titan(questions_by_mesh: Mapping[str, MeshQuestion], seconds: float = SECONDS) -> dict[str, ShardedModel]:
-    command = [sys.executable, "-m", "titan_rl.actors.titan.meta_model"]
+    command = [sys.executable, "-m", "titan_rl.ext.run_plan.ranks.meta_model"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
