@@ -1,11 +1,13 @@
 """What one small uninterrupted run leaves in its folder."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from support.running import WHOLE, RunFiles, Runs
+from titan_rl.record.run_names import FILES, FOLDERS
 from titan_rl.tools.audit import main
 from titan_rl.tools.look import main as look
 
@@ -24,6 +26,9 @@ def test_every_file_is_there(whole: RunFiles) -> None:
         "hf",
         "model",
     }
+    numbered = re.compile(r"^(hf|timeline|config)\.\d+(\.\w+)?$")  # of an earlier process
+    known = {*FILES, *FOLDERS, *(name.replace(".jsonl", ".superseded.jsonl") for name in FILES)}
+    assert {name for name in names if not numbered.match(name)} <= known, "checks know every name (run_names.py)"
     assert {p.name for p in (whole.folder / "checkpoint").iterdir()} >= {"step-6", "step-8"}
     summary = whole.summary()
     assert summary["config_name"] == "grpo_llama"

@@ -19,6 +19,7 @@ from titan_rl.preflight import probe
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.plan import prepare
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.run_names import FOLDERS
 from titan_rl.wire.types import Prompt
 
 JSONL = "--task.name jsonl --eval.size 0 --training.seq_len 256"
@@ -115,6 +116,13 @@ def test_a_reward_leaves_no_process(world: Path) -> None:
     (world / "judge.py").write_text(f"{forked}{wait}def f(completion): return 1.0")
     check("--task.reward=judge:f")
     assert not Path("/proc", (world / "pid").read_text()).exists()
+
+
+def test_no_folder_that_a_run_writes_is_its_input(refused: Any, world: Path) -> None:
+    """The first better evaluation would remove the weights that it began with from best/."""
+    for name in FOLDERS:
+        (world / "run" / name / "step-20").mkdir(parents=True, exist_ok=True)
+        refused("because a run writes there", f"--model.hf_assets_path=run/{name}/step-20", "--job.dump_folder=run")
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,10 @@ from titan_rl.config.toml import PATHS, ConfigError, EarlierRun, as_toml, load_o
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.run_log import TENSORBOARD
+from titan_rl.record.run_names import FILES, FOLDERS
 from titan_rl.wire.checkpoint_sums import FOLDER as CHECKPOINTS
 from titan_rl.wire.model_shape import ModelShape
 
-OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
-OWN_FILES += (
-    "evaluations.jsonl",
-    "evaluation_answers.jsonl",
-    "summary.json",
-    "timeline.json",
-    "trackers.json",
-    ".lock",
-    ".id",
-)
-OWN_FOLDERS = ("hf", "model", CHECKPOINTS, TENSORBOARD, "profiling", "trackers", "batches", "replays")
 PATTERN = set("*?[")
 OPERATION = ("reward_workers", "reward_seconds", "reward_memory_mb", "grader", "bad_rows", "eval_path", "eval_reward")
 EXPERIMENT = (
@@ -55,7 +44,7 @@ def check_folders(config: Config) -> Iterator[str]:
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
         yield from _check_inputs(config, folder.resolve())
-        if wrong := next((path for path in (folder / name for name in OWN_FOLDERS) if _is_file(path)), None):
+        if wrong := next((path for path in (folder / name for name in FOLDERS) if _is_file(path)), None):
             yield f"job.dump_folder: expected a folder at {wrong}, found a file"
         if wrong := next((path for path in own_files(folder) if os.path.lexists(path) and not path.is_file()), None):
             found = "a folder" if wrong.is_dir() else "something else: remove it"
@@ -77,7 +66,7 @@ def _check_inputs(config: Config, folder: Path) -> Iterator[str]:
             why = "because a run writes there"
         elif folder in path.parents:
             first = path.relative_to(folder).parts[0]
-            written = first in (*OWN_FILES, *OWN_FOLDERS)
+            written = first in (*FILES, *FOLDERS)
             why = "because a run writes there" if written else "which job.fresh moves away" if config.job.fresh else ""
         if why:
             expected = f"a folder without {key} = {as_toml(name)}, {why}"
@@ -94,7 +83,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
 
 def own_files(folder: Path) -> list[Path]:
     """Return the files that a run opens. To open a FIFO waits for ever, and a device may have no end."""
-    names = [*OWN_FILES, *(f"{name.removesuffix('.jsonl')}.superseded.jsonl" for name in OWN_FILES if ".jsonl" in name)]
+    names = [*FILES, *(f"{name.removesuffix('.jsonl')}.superseded.jsonl" for name in FILES if ".jsonl" in name)]
     return [folder / name for name in names]
 
 
