@@ -1,7 +1,12 @@
 """What packed rows attend to, as index tensors that all layers of a forward share.
 
 A segment (see batch/prefixes.py) attends to its prefix and, causally, to itself. So its keys and values are gathered
-from two places, one after the other, and then every attention that knows documents of any length computes it.
+from two places, one after the other, and then every attention that knows documents of any length computes it. Of the
+row that batch/packing.py draws, with its segments and what their queries attend to:
+
+    segment        0     1          2          3          4      5
+    queries        0-3   4-5        6          7-8        9-12   13-15
+    keys, values   0-3   0-3 4-5    0-3 6      0-3 7-8    9-12   13-15
 
 With context parallelism a rank has the queries of a part of each row. A segment that began in an earlier part then
 attends to its own earlier places as it does to a prefix.

@@ -5,7 +5,16 @@
 
 A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], its target. So a
 document's first token is read, but is never a target. Documents may share places, which then predict several targets
-each: prefixes.py.
+each: prefixes.py. A row of 16 places, with three answers to the prompt p, and one to q:
+
+    place      0  1  2  3   4  5   6   7  8   9 10 11 12  13 14 15
+    reads     p0 p1 p2 p3  a0 a1  b0  c0 c1  q0 q1 d0 d1   padding
+    position   0  1  2  3   4  5   4   4  5   0  1  2  3   0  1  2
+    predicts           a0  a1 a2  b1  c1 c2  q1 d0 d1 d2
+                       b0
+                       c0
+    segment    0            1      2   3      4            5
+    prefix     -            0      0   0      -            -         the places 0 to 3
 """
 
 from bisect import bisect_left, insort

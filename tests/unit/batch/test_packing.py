@@ -480,3 +480,25 @@ def test_a_wrong_number_of_top_tokens_is_refused(top: np.ndarray | None) -> None
     match = f"sample 1: expected 2 rows of top tokens, one per trained token, found {found}"
     with pytest.raises(ValueError, match=match):
         pack(samples, shards=1, seq_len=8, rows_per_microbatch=1, pad_id=PAD)
+
+
+def test_the_row_that_the_module_draws() -> None:
+    def answered(prompt: str, answer: str) -> Sample:
+        tokens = [ord(letter) * 10 + i for word in (prompt, answer) for i, letter in enumerate(word)]
+        behaviour = {"behaviour": [0.0] * len(tokens)}
+        return Sample(tokens, [0] * len(prompt) + [1] * len(answer), behaviour, len(prompt))  # pyright: ignore[reportArgumentType]
+
+    samples = [answered("pppp", "aaa"), answered("pppp", "bb"), answered("pppp", "ccc"), answered("qq", "ddd")]
+    (batch,) = pack(samples, shards=1, seq_len=16, rows_per_microbatch=UpTo(1), pad_id=0, share=True)
+    (row,) = batch.microbatches
+
+    def named(tokens: np.ndarray) -> str:
+        return " ".join(f"{chr(token // 10)}{token % 10}" for token in tokens.tolist() if token)
+
+    assert named(row.tokens[0]) == "p0 p1 p2 p3 a0 a1 b0 c0 c1 q0 q1 d0 d1"
+    assert row.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 4, 4, 5, 0, 1, 2, 3, 0, 1, 2]
+    predicted = {place: named(row.targets[row.places == place]) for place in range(13)}
+    assert [predicted[place] for place in range(3, 9)] == ["a0 b0 c0", "a1", "a2", "b1", "c1", "c2"]
+    assert [predicted[place] for place in range(9, 13)] == ["q1", "d0", "d1", "d2"]
+    drawn = [[0, 4, 0, 0], [4, 2, 0, 4], [6, 1, 0, 4], [7, 2, 0, 4], [9, 4, 0, 0], [13, 3, 0, 0]]
+    assert row.segments.tolist() == drawn
