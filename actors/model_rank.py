@@ -88,8 +88,8 @@ class ModelRank(Actor):
         return self._model.nbytes
 
     @verb
-    async def load_weights(self, folder: str, lent: str) -> None:
-        self._model.load_weights(folder, lent)
+    async def load_weights(self, folder: str, frozen_role: str) -> None:
+        self._model.load_weights(folder, frozen_role)
 
     @verb
     async def begin_phase(self, at: int | SnapshotPart, phase: PhaseName) -> tuple[int, str]:
@@ -110,10 +110,12 @@ class ModelRank(Actor):
         return self._model.phase.update(whole, divisor)
 
     @verb
-    async def scores(self, batch: Batch, temperature: float, lent: str, top: int) -> "tuple[list[np.ndarray], int]":
+    async def scores(
+        self, batch: Batch, temperature: float, frozen_role: str, top: int
+    ) -> "tuple[list[np.ndarray], int]":
         """Return each place's log-prob or value, or entries of the `top` tokens; and the checksum of frozen weights."""
-        with span("scores", weights=lent or "own"):
-            return self._model.scores(batch, temperature, lent, top)
+        with span("scores", weights=frozen_role or "own"):
+            return self._model.scores(batch, temperature, frozen_role, top)
 
     @verb
     async def save(self, step: int, controller: str, on_disk: bool) -> None:

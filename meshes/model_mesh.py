@@ -137,9 +137,9 @@ class ModelMesh:
         await self.start()
         await asyncio.gather(*(host.silenced() for host in lost))
 
-    async def load_weights(self, folder: str, lent: str = "") -> None:
-        """Read a Hugging Face folder into the model; or lend the mesh a second set of weights under the name `lent`."""
-        await self._all("load_weights", folder, lent, seconds=self._init_seconds)
+    async def load_weights(self, folder: str, frozen_role: str = "") -> None:
+        """Read a Hugging Face folder into the model; or into a second set of frozen weights, under a role's name."""
+        await self._all("load_weights", folder, frozen_role, seconds=self._init_seconds)
 
     async def begin_phase(self, phase: PhaseName, at: int | Snapshot) -> tuple[int, str]:
         """Begin a phase from scratch (at=0), or resume it from the checkpoint of step `at`, or, scattered, from a
@@ -163,11 +163,11 @@ class ModelMesh:
         return self._slowest(await self._all("update", whole, divisor))
 
     async def scores(
-        self, batches: Sequence[Batch], temperature: float = 1.0, lent: str = "", top: int = 0
+        self, batches: Sequence[Batch], temperature: float = 1.0, frozen_role: str = "", top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
         """Return log-probs or values by dp row and microbatch, or entries of the `top` tokens, under the model's own
-        weights or those `lent` to it; and the checksum of frozen weights by rank."""
-        answers = await self._scatter("scores", self._rows(batches), temperature, lent, top)
+        weights or by those of `frozen_role`; and the checksum of frozen weights by rank."""
+        answers = await self._scatter("scores", self._rows(batches), temperature, frozen_role, top)
         return [values for values, _ in answers[:: self.row_ranks]], [checksum for _, checksum in answers]
 
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:

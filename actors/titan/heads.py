@@ -65,7 +65,7 @@ class TokenHead(Linear):
         """Set what the next forward answers: the decoder passes the hidden states only.
 
         TorchTitan's way (skip the head, let the loss call it with the targets) was tried. FSDP2 then computed another
-        gradient after a forward on lent weights (FrozenWeights): norm 0.28242 for 0.28246 in dpo_llama's second step.
+        gradient after a forward on frozen weights (FrozenWeights): norm 0.28242 for 0.28246 in dpo_llama's second step.
         """
         self._question = question
         try:

@@ -1,4 +1,4 @@
-"""One role's model on one rank: the weights it starts from, the phase it is trained in, and weights lent to it.
+"""One role's model on one rank: the weights it starts from, the phase it is trained in, and frozen weights beside them.
 
 RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
   └─ Policy                                       one; trainer: also several, whose adapters an AdapterBank exchanges
@@ -37,7 +37,7 @@ class Policy:
     config: Config
     phase: Phase | None = None
     phase_name: PhaseName = "rl"
-    lent: dict[str, FrozenWeights] = field(default_factory=dict)
+    frozen: dict[str, FrozenWeights] = field(default_factory=dict)
 
     def close(self) -> None:
         if self.phase is not None:
@@ -93,15 +93,17 @@ class RoleModel(TitanModel):
     def _policy(self) -> Policy:
         return self._policies[self.policy_name]
 
-    def load_weights(self, folder: str, lent: str = "") -> None:
-        """Read a Hugging Face folder into the model; or keep its weights next to the model's own, `lent` under a name
-        that `scores` takes."""
-        if lent:
+    def load_weights(self, folder: str, frozen_role: str = "") -> None:
+        """Read a Hugging Face folder into the model; or keep its weights next to the model's own, under the name
+        `frozen_role` that `scores` takes."""
+        if frozen_role:
             self._settle()
-            if lent == "reference" and self.config.lora.on:  # what RL begins with: no adapters, or the cold start's
-                self._policy.lent[lent] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
+            if (
+                frozen_role == "reference" and self.config.lora.on
+            ):  # what RL begins with: no adapters, or the cold start's
+                self._policy.frozen[frozen_role] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
             else:
-                self._policy.lent[lent] = FrozenWeights(self, folder)
+                self._policy.frozen[frozen_role] = FrozenWeights(self, folder)
             return
         self.close()
         head = True
@@ -122,7 +124,7 @@ class RoleModel(TitanModel):
             if algorithm.entropy_target > 0:
                 entropy = EntropyControl(algorithm)
             if algorithm.averages:
-                average = policy.lent["average"] = AveragedWeights(self, algorithm.teacher_decay)
+                average = policy.frozen["average"] = AveragedWeights(self, algorithm.teacher_decay)
         policy.phase = Phase(self, schedule, folder=folder, at=at, entropy=entropy, average=average)
         policy.phase_name = name
         return policy.phase.state
@@ -144,13 +146,15 @@ class RoleModel(TitanModel):
         objectives = Objectives(self, self.config, self.phase.entropy)
         return objectives.named("value" if self.role == "critic" else kind)
 
-    def scores(self, batch: Batch, temperature: float, lent: str = "", top: int = 0) -> tuple[list[np.ndarray], int]:
+    def scores(
+        self, batch: Batch, temperature: float, frozen_role: str = "", top: int = 0
+    ) -> tuple[list[np.ndarray], int]:
         """Return each place's log-prob or value, or entries of the `top` tokens, under the model's own weights or those
-        `lent` to it; and the checksum of the weights if they are frozen, else 0."""
-        if lent:
+        its `frozen_role`; and the checksum of the weights if they are frozen, else 0."""
+        if frozen_role:
             self._settle()
-            with self._policy.lent[lent].swapped_in():
-                return self._scores(batch, temperature, top), 0 if lent == "average" else self.checksum()
+            with self._policy.frozen[frozen_role].swapped_in():
+                return self._scores(batch, temperature, top), 0 if frozen_role == "average" else self.checksum()
         scores = self._scores(batch, temperature, top)
         if self.role in ("trainer", "critic"):
             self.reshard()

@@ -293,7 +293,7 @@ sample = Sample(list(range(3, 11)), [1] * 8, {"behaviour": [-4.0] * 8, "referenc
 batches = pack([sample], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
 for how in ("sound", "planted"):
     if how == "planted":  # a reference that the optimizer moves: its tensors are the policy's
-        policy._policy.lent["reference"]._shards = [local(p) for p in policy.model.parameters()]
+        policy._policy.frozen["reference"]._shards = [local(p) for p in policy.model.parameters()]
     for _ in range(3):
         (reference,), checksum = policy.scores(batches[0], 1.0, "reference")
         (own,), _ = policy.scores(batches[0], 1.0)

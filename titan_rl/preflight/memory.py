@@ -161,21 +161,21 @@ def trained(
     p: ParallelismSection,
     sharded: ShardedModel | None = None,
     *,
-    lent: int = 0,
+    frozen_copies: int = 0,
     averages: bool = False,
     adapters: AdapterCounts = ONE_POLICY,
 ) -> Estimate:
-    """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own, and
+    """Estimate one rank of a model in training, which holds `frozen_copies` of the weights besides its own, and
     may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer, one
     for each policy."""
     t, lora, sharded = config.training, config.lora, sharded or by_formula(shape, p, config.lora)
     each, changed = BYTES[t.dtype], sharded.adapters or sharded.held
-    own, copies = count(changed), f" x {1 + lent} models" if lent else ""
-    state = {"weights": MemoryPart(changed * each * (1 + lent), f"{own} own parameters x {each}{copies}")}
+    own, copies = count(changed), f" x {1 + frozen_copies} models" if frozen_copies else ""
+    state = {"weights": MemoryPart(changed * each * (1 + frozen_copies), f"{own} own parameters x {each}{copies}")}
     if sharded.adapters:
         fixed, small = sharded.held - sharded.adapters, BYTES[lora.base_dtype]
         state = {
-            "frozen weights": MemoryPart(fixed * small * (1 + lent), f"{count(fixed)} own x {small}{copies}"),
+            "frozen weights": MemoryPart(fixed * small * (1 + frozen_copies), f"{count(fixed)} own x {small}{copies}"),
             "adapters": MemoryPart(changed * each, f"{own} x {each}"),
         }
     if adapters.banked:
@@ -435,9 +435,11 @@ def needs(
 ) -> dict[str, Need]:
     """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
-    copies, averages = len(lent(config)), config.algorithm.averages
+    copies, averages = len(frozen_roles(config)), config.algorithm.averages
     cut = sharded.get("trainer")
-    trainer = trained(config, shape, config.parallelism, cut, lent=copies, averages=averages, adapters=adapters)
+    trainer = trained(
+        config, shape, config.parallelism, cut, frozen_copies=copies, averages=averages, adapters=adapters
+    )
     beside = {"sleeping engine": asleep(config)} if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
@@ -497,7 +499,7 @@ def saved_tensors(config: Config, mesh: str) -> int:
     return TENSORS + (mesh == "trainer" and config.algorithm.averages)
 
 
-def lent(config: Config) -> list[str]:
+def frozen_roles(config: Config) -> list[str]:
     """Return the frozen models that the trainer holds besides its own. Without its adapters it is the reference."""
     a = config.algorithm
     reference = a.needs_reference and config.reference.mesh == "trainer" and not config.lora.on

@@ -39,8 +39,8 @@ from titan_rl.wire.top_tokens import of_trained, without_teacher
 from titan_rl.wire.types import Batch, PhaseName, Sample
 
 ERROR_CHARACTERS = 300
-Lent = Literal["reference", "teacher", "average", ""]
-TEACHERS: dict[str, Lent] = {"folder": "teacher", "reference": "reference", "average": "average", "policy": ""}
+FrozenRole = Literal["reference", "teacher", "average", ""]
+TEACHERS: dict[str, FrozenRole] = {"folder": "teacher", "reference": "reference", "average": "average", "policy": ""}
 """algorithm.teacher_weights -> the name under which trainers know these weights; "" are their own."""
 
 
@@ -113,11 +113,11 @@ class Learner:
         if algorithm.needs_reference or (algorithm.needs_critic and not self._config.critic.hf_assets_path):
             folder = str(await self._anchor(step))
         if algorithm.needs_reference:
-            mesh, lent = self._home("reference")
-            await mesh.load_weights(folder, lent)
+            mesh, frozen_role = self._mesh_of_role("reference")
+            await mesh.load_weights(folder, frozen_role)
         if algorithm.loads_teacher:
-            mesh, lent = self._home("teacher")
-            await mesh.load_weights(self._config.teacher.hf_assets_path, lent)
+            mesh, frozen_role = self._mesh_of_role("teacher")
+            await mesh.load_weights(self._config.teacher.hf_assets_path, frozen_role)
         if meshes.reward_model is not None:
             await meshes.reward_model.load_weights(self._config.reward_model.hf_assets_path)
         if meshes.critic is not None:
@@ -130,7 +130,7 @@ class Learner:
         `privileged`: what the teacher reads in each sample's place, if it is something else (tasks/privileged.py)."""
         algorithm, scores = self._config.algorithm, {}
         if algorithm.compares_with_reference:
-            scores["reference"] = self.scores(samples, *self._home("reference"))
+            scores["reference"] = self.scores(samples, *self._mesh_of_role("reference"))
         if algorithm.needs_teacher:
             scores["teacher"] = self._teacher_scores(samples, privileged)
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
@@ -160,12 +160,12 @@ class Learner:
         tokens. A sample without a privileged one has its sampling log-probs: the teacher's signal is their difference,
         which is 0 there. Its top tokens are unknown."""
         algorithm, sums = self._config.algorithm, self._distilled
-        home, top = self._home(TEACHERS[algorithm.teacher_weights]), algorithm.distill_top_k
+        teacher, top = self._mesh_of_role(TEACHERS[algorithm.teacher_weights]), algorithm.distill_top_k
         if not algorithm.teacher_context:
-            return await self.scores(samples, *home, top=top)
+            return await self.scores(samples, *teacher, top=top)
         longest = self._config.training.seq_len + 1
         read = {i: other for i, other in enumerate(privileged) if other is not None and len(other.tokens) <= longest}
-        scored = await self.scores(list(read.values()), *home, top=top) if read else []
+        scored = await self.scores(list(read.values()), *teacher, top=top) if read else []
         columns = [np.asarray(sample.columns["behaviour"], np.float64) for sample in samples]
         masks = [np.asarray(sample.mask) > 0 for sample in samples]
         found = [without_teacher(c[on], top) for c, on in zip(columns, masks, strict=True)] if top else columns
@@ -336,7 +336,7 @@ class Learner:
         self,
         samples: Sequence[Sample],
         mesh: ModelMesh | None = None,
-        lent: str = "",
+        frozen_role: str = "",
         *,
         sharpness: int = 1,
         top: int = 0,
@@ -344,10 +344,10 @@ class Learner:
         """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default; `sharpness`
         divides the temperature. With `top`, return entries of the trained tokens, each before the most likely ones."""
         mesh = mesh or self._meshes.trainers
-        batches = self.batches(samples, mesh, replay=not lent)
+        batches = self.batches(samples, mesh, replay=not frozen_role)
         temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
-        answers, checksums = await mesh.scores(batches, temperature / sharpness, lent, top)
-        self._check_unchanged(lent or mesh.name, checksums)  # 0 for weights that are trained
+        answers, checksums = await mesh.scores(batches, temperature / sharpness, frozen_role, top)
+        self._check_unchanged(frozen_role or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples, trained=top > 0)
 
     async def _score_norms(self, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -367,7 +367,7 @@ class Learner:
             for prompt, answer in zip(pair, previous, strict=True)
         ]
         policy, reference = await asyncio.gather(
-            self.scores(unrelated), self.scores(unrelated, *self._home("reference"))
+            self.scores(unrelated), self.scores(unrelated, *self._mesh_of_role("reference"))
         )
         ratios = [
             float((p.astype(np.float64) - r)[np.asarray(s.mask) > 0].sum())
@@ -375,8 +375,8 @@ class Learner:
         ]
         return [np.full(len(s.tokens), max(np.mean(ratios), 0.0)) for s in samples]
 
-    def _home(self, role: Lent) -> tuple[ModelMesh, str]:
-        """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""
+    def _mesh_of_role(self, role: FrozenRole) -> tuple[ModelMesh, str]:
+        """Return the mesh with a role's weights, and the name that they have there if that mesh is the trainers'."""
         mesh = {"reference": self._meshes.reference, "teacher": self._meshes.teacher}.get(role)
         return (self._meshes.trainers, role) if mesh is None else (mesh, "")
 

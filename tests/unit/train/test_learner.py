@@ -114,7 +114,7 @@ class Scoring(Mesh):
         return weights / weights.sum(-1, keepdims=True)
 
     async def scores(
-        self, batches: list[Batch], temperature: float, lent: str, top: int = 0
+        self, batches: list[Batch], temperature: float, frozen_role: str, top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
         self.temperatures.append(temperature)
 
@@ -147,10 +147,10 @@ class Lending(Scoring):
     """Ranks that also hold the reference, whose log-probs are lower by 0.25."""
 
     async def scores(
-        self, batches: list[Batch], temperature: float, lent: str, top: int = 0
+        self, batches: list[Batch], temperature: float, frozen_role: str, top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
-        found, checksums = await super().scores(batches, temperature, lent, top)
-        return [[rows - 0.25 * (lent != "") * self.sign for rows in batch] for batch in found], checksums
+        found, checksums = await super().scores(batches, temperature, frozen_role, top)
+        return [[rows - 0.25 * (frozen_role != "") * self.sign for rows in batch] for batch in found], checksums
 
     sign = 1
 
@@ -228,9 +228,11 @@ async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> Non
     trainers, critic, scored = Mesh(tmp_path), Mesh(tmp_path, "critic"), list[tuple[str, bool]]()
 
     def noted(mesh: Mesh) -> Callable[..., Any]:
-        async def scores(batches: list[Batch], temperature: float, lent: str, top: int) -> tuple[list[Any], list[int]]:
+        async def scores(
+            batches: list[Batch], temperature: float, frozen_role: str, top: int
+        ) -> tuple[list[Any], list[int]]:
             rows = [rows for batch in batches for rows in batch.microbatches]
-            scored.append((lent or mesh.name, all(r.routes is not None for r in rows)))
+            scored.append((frozen_role or mesh.name, all(r.routes is not None for r in rows)))
             return [[r.mask for r in batch.microbatches] for batch in batches], [0]
 
         return scores
@@ -246,8 +248,8 @@ async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> Non
         return [replace(batch, microbatches=[replace(rows, routes=np.zeros((*rows.tokens.shape, 2, 2), np.int16))])]
 
     learns.packer = SimpleNamespace(update=with_routes)  # type: ignore[assignment]
-    for mesh, lent in ((trainers, ""), (trainers, "reference"), (critic, "")):
-        await learns.scores([sample(20)], mesh, lent)  # type: ignore[arg-type]
+    for mesh, frozen_role in ((trainers, ""), (trainers, "reference"), (critic, "")):
+        await learns.scores([sample(20)], mesh, frozen_role)  # type: ignore[arg-type]
     assert scored == [("trainer", True), ("reference", False), ("critic", False)]
 
 
@@ -411,9 +413,9 @@ async def test_a_teachers_log_probs_of_the_answers_that_have_a_context(tmp_path:
     asked: list[tuple[int, str]] = []
 
     class Scores(Mesh):
-        async def scores(self, batches: list[Batch], temperature: float, lent: str, top: int) -> Any:
+        async def scores(self, batches: list[Batch], temperature: float, frozen_role: str, top: int) -> Any:
             rows = [rows for batch in batches for rows in batch.microbatches]
-            asked.append((sum(int((each.sequences >= 0).sum()) for each in rows), lent))
+            asked.append((sum(int((each.sequences >= 0).sum()) for each in rows), frozen_role))
             return [[each.targets.astype("float32") for each in batch.microbatches] for batch in batches], [0]
 
         async def step(self, updates: Any) -> StepStats:
@@ -447,7 +449,7 @@ async def test_a_teachers_top_tokens_come_with_its_log_probs(tmp_path: Path, con
     config = on_device(Config(algorithm=a, training=TrainingSection(seq_len=16, local_batch_size=1)), "cpu")
 
     class Scores(Mesh):
-        async def scores(self, batches: list[Batch], temperature: float, lent: str, top: int) -> Any:
+        async def scores(self, batches: list[Batch], temperature: float, frozen_role: str, top: int) -> Any:
             def answered(rows: Rows) -> np.ndarray:
                 ids = rows.targets[rows.mask > 0][:, None] + np.arange(1 + top)
                 return entries(ids, -ids / 8)

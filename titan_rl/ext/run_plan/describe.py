@@ -13,7 +13,7 @@ from titan_rl.config.sections import BYTES, AlgorithmSection, Config, Parallelis
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
 from titan_rl.preflight.adapter_sync import with_adapter_sync
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, lent, saved_tensors, size
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, frozen_roles, saved_tensors, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
@@ -231,7 +231,7 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
         frozen = shape.parameters * BYTES[config.lora.base_dtype]
         holds = f"frozen weights {size(frozen // shards)}, adapters with {holds.removeprefix('weights, ')}"
     if name == "trainer":
-        holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
+        holds += "".join(f", {role} {size(weights // shards)}" for role in frozen_roles(config))
         average = trained * BYTES[training.dtype] // shards
         holds += f", teacher's average {size(average)}" if config.algorithm.averages else ""
     if name in ("trainer", "critic") and config.fault.snapshot_interval:

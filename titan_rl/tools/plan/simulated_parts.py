@@ -180,7 +180,7 @@ class ModelRank(Rank):
         return 0
 
     @verb
-    async def load_weights(self, folder: str, lent: str) -> None: ...
+    async def load_weights(self, folder: str, frozen_role: str) -> None: ...
 
     @verb
     async def begin_phase(self, at: int, phase: str) -> tuple[int, str]:
@@ -201,7 +201,9 @@ class ModelRank(Rank):
         return StepStats(0.0, 0.0, 0.0, whole.tokens, took, busy=took)
 
     @verb
-    async def scores(self, batch: Batch, temperature: float, lent: str, top: int) -> tuple[list[np.ndarray], int]:
+    async def scores(
+        self, batch: Batch, temperature: float, frozen_role: str, top: int
+    ) -> tuple[list[np.ndarray], int]:
         await self._work(sum(rows.tokens.size for rows in batch.microbatches) * self._run.rates.trainer.score_s)
         return [np.zeros(rows.targets.shape, np.float32) for rows in batch.microbatches], 0
 
@@ -284,13 +286,13 @@ class SizedLearner(Learner):
         self,
         samples: Sequence[Sample],
         mesh: ModelMesh | None = None,
-        lent: str = "",
+        frozen_role: str = "",
         *,
         sharpness: int = 1,
         top: int = 0,
     ) -> list[np.ndarray]:
         mesh = mesh or self._meshes.trainers
-        await mesh.scores(self.batches(samples, mesh, replay=not lent), 1.0, lent, top)
+        await mesh.scores(self.batches(samples, mesh, replay=not frozen_role), 1.0, frozen_role, top)
         if top:
             return [np.zeros((int(np.sum(sample.mask)), 1 + top), ENTRY) for sample in samples]
         return [np.zeros(len(sample.tokens)) for sample in samples]
