@@ -1,4 +1,4 @@
-"""Copies the tree without some of its optional parts, and runs what is left. Started by scripts/without.
+"""Copies the tree without some of its optional parts, and runs the rest. Started by scripts/without.
 
 NAME   a folder of titan_rl/ext, or "tools"; without any, the names are printed
 --all  everything in titan_rl/ext, and the tools
@@ -6,6 +6,7 @@ NAME   a folder of titan_rl/ext, or "tools"; without any, the names are printed
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ UNINSTALLED = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
 """
-"""Keeps each Python from the modules of this tree, which an editable install finds for those that the copy lacks."""
+"""Hides the modules of this tree, which an editable install would find in place of missing ones."""
 
 
 def parts() -> list[str]:
@@ -109,9 +110,10 @@ def trained(tree: Path, folder: Path) -> None:
             killed = True
     code = process.wait(RUN_SECONDS)
     output = "".join(lines)
+    steps = re.findall(r"^ +(\d+/24) ", output, re.MULTILINE)
     wrong = [
         *([f"exit code {code}"] if code else []),
-        *(["it did not resume"] if "from RL step 4" not in output else []),
+        *([] if steps and steps[0] == "5/24" else ["it did not resume after step 4"]),
         *(["no generator was lost and replaced"] if not killed or "is back" not in output else []),
         *(["no weights were exported"] if not (folder / "hf/config.json").is_file() else []),
     ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, private_folder, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
-from titan_rl.wire.parts import part
+from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.program import DONE, FAILED, FAILED_AGAIN, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the fork servers import too
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imported while the fork servers import too
 OPTED_OUT = 'hosts.isolation is "off"'
 ATTACHED = "a run across hosts needs the network of this one"
 REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts without other users"}
+POLICIES = "policies"
 MODELS = ("model", "critic", "teacher", "reward_model")
 EARLY_KEYS = ("hosts.isolation", "hosts.kind", *(f"{name}.hf_assets_path" for name in MODELS))
 NVIDIA = Path("/proc/driver/nvidia")  # exists where NVIDIA's driver is installed
@@ -115,7 +116,6 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
 def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.plan import settle
-    from titan_rl.preflight.policies import prepared, settle_policies
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock
 
@@ -136,7 +136,10 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers
         servers.keep(kinds)
         setup = prepared(invocation, scratch)
         if not setup.finished:
-            setup = settle_policies(setup, lock, stack) if setup.policies else settle(setup, lock)
+            if setup.policies:
+                setup = needed_part("folders of policies", POLICIES)(setup, lock, stack)
+            else:
+                setup = settle(setup, lock)
         show_plan(setup, invocation.warnings, terminal)
         if setup.finished:
             terminal.note(
@@ -144,6 +147,17 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers
             )
             return DONE
         return run(setup, terminal)
+
+
+def prepared(invocation: "Invocation", scratch: Path) -> "Setup":
+    """Plan a checked run, of one policy or several."""
+    from titan_rl.preflight.plan import prepare
+
+    if invocation.policies:
+        return needed_part("setups of policies", POLICIES)(invocation, scratch)
+    gpus, adapters = invocation.gpus, invocation.adapters
+    device, config = invocation.device, invocation.config
+    return prepare(invocation.config_name, config, device=device, gpus=gpus, adapters=adapters, scratch=scratch)
 
 
 def show_plan(setup: "Setup", warnings: Sequence[str], terminal: "Terminal", *, dry: bool = False) -> None:
@@ -161,11 +175,11 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
     import asyncio  # late: a Ctrl-C during the first imports prints a traceback
 
     from titan_rl.session import session
-    from titan_rl.session_of_policies import session_of_policies
     from titan_rl.wire.errors import RunError
 
+    driven = needed_part("session of policies", POLICIES) if setup.policies else session
     try:
-        finished = asyncio.run((session_of_policies if setup.policies else session)(setup, terminal))
+        finished = asyncio.run(driven(setup, terminal))
     except RunError as error:
         terminal.error(str(error), error.details)
         terminal.note(resume_hint(setup))

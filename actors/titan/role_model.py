@@ -9,12 +9,12 @@ RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from titan_rl.actors.titan import lora
-from titan_rl.actors.titan.adapter_bank import AdapterBank
 from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import AveragedWeights, FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
@@ -23,11 +23,21 @@ from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.wire.checkpoint_sums import FOLDER
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.types import Batch, PhaseName, RoleName
 
 COLD_START_WARMUP_STEPS = 20
+
+
+class Bank(Protocol):
+    """Exchanges the adapters of several policies. One policy's are in use."""
+
+    in_use: str
+
+    def add(self, name: str, seed: int | None = None) -> None: ...
+    def use(self, name: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -64,15 +74,15 @@ class RoleModel(TitanModel):
         elif role != "critic":
             self.model.eval().requires_grad_(False)
         self._policies = {"": Policy(config)}
-        self._bank: AdapterBank | None = None
+        self._bank: Bank | None = None
         if policies:
             own = {name: resolved(each, self.device.type) for name, each in policies.items()}
             self._policies = {name: Policy(each) for name, each in own.items()}
             (first, each), *others = own.items()
             lora.begin_adapters(self.model, each.debug.seed)
-            self._bank = AdapterBank(self, first)
+            self._bank = bank = needed_part("adapters of policies", "policies")(self, first)
             for name, each in others:
-                self._bank.add(name, each.debug.seed)
+                bank.add(name, each.debug.seed)
             self.config = self._policy.config
 
     def use(self, policy: str) -> None:
@@ -150,7 +160,7 @@ class RoleModel(TitanModel):
         self, batch: Batch, temperature: float, frozen_role: str = "", top: int = 0
     ) -> tuple[list[np.ndarray], int]:
         """Return each place's log-prob or value, or entries of the `top` tokens, under the model's own weights or those
-        its `frozen_role`; and the checksum of the weights if they are frozen, else 0."""
+        of `frozen_role`; and the checksum of the weights if they are frozen, else 0."""
         if frozen_role:
             self._settle()
             with self._policy.frozen[frozen_role].swapped_in():

@@ -151,10 +151,10 @@ def banked(folder: Path, layout: str) -> dict[str, Any]:
     """Exchange the adapters of a bank. Return facts about the model after each call."""
     import torch
 
-    from titan_rl.actors.titan.adapter_bank import AdapterBank
     from titan_rl.actors.titan.lora import is_adapter
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.ext.policies.ranks.adapter_bank import AdapterBank
     from titan_rl.preflight.shapes import shape_of
 
     made = lora_config(folder, layout, "")

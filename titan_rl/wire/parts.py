@@ -9,6 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
+    "checks of policies": "ext.policies.checks:judged_policies",
+    "folders of policies": "ext.policies.planning:settle_policies",
+    "session of policies": "ext.policies.session:session_of_policies",
+    "setups of policies": "ext.policies.planning:prepared",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "environments": "ext.agents.bring_up:environments_of",
     "games": "ext.agents.games:GAMES",

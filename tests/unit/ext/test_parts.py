@@ -1,4 +1,4 @@
-"""Optional parts are found by name, and a key that needs a missing one says so."""
+"""Optional parts are found by name, and a key that needs a missing one is refused by name."""
 
 from dataclasses import replace
 from typing import Any

@@ -17,7 +17,7 @@ from titan_rl.train.bring_up import closed_at_end, local_host
 
 
 @asynccontextmanager
-async def launchenvironments_of(
+async def launch_environments(
     setup: Setup, terminal: Terminal, incidents: Incidents
 ) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
     """Start the environments alone. Lost processes are replaced."""

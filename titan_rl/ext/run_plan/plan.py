@@ -1,4 +1,4 @@
-"""What a run prints before it starts: meshes, memory, and what it will do."""
+"""Plans for people: the meshes, memory and settings that a run prints before it starts."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -18,7 +18,6 @@ from titan_rl.preflight.checks import (
     hosts,
     machine,
     model,
-    policies,
     rollouts,
     task,
 )
@@ -29,6 +28,7 @@ from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.shapes import usable_shape
 from titan_rl.wire.gpus import NO_GPUS, Gpus
+from titan_rl.wire.parts import missing_part, part
 
 
 @refusing
@@ -47,10 +47,8 @@ def judged(run: Invocation) -> tuple[list[str], list[str]]:
     """Return the problems of a run, and its warnings. A dry run only warns of this machine's problems: its plan may be
     for another one."""
     if run.policies:
-        each = {name: judged(replace(run, config=one, policies={}, problems=())) for name, one in run.policies.items()}
-        refused = policies.merged({name: refused for name, (refused, _) in each.items()})
-        warned = policies.merged({name: warned for name, (_, warned) in each.items()})
-        return [*run.problems, *policies.check_policies(run.policies), *refused], warned
+        of_policies = part("checks of policies")
+        return of_policies(run, judged) if of_policies else ([missing_part("checks of policies", "policies")], [])
     config, gpus = run.config, run.gpus
     refused, here = [*run.problems, *config_problems(config, gpus, run.adapters)], host_problems(config, gpus=gpus)
     if run.dry_run and gpus.here and config.hosts.device != "cpu":
@@ -83,8 +81,8 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from algorithm.check_titan_keys(config)
     yield from algorithm.check_algorithm(config)
     yield from rollouts.check_evaluation(config)
-    for part in CHECKS:
-        yield from part.problems(config)
+    for each in CHECKS:
+        yield from each.problems(config)
     yield from hosts.check_launch(config)
     yield from hosts.check_hosts(config, gpus.count)
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
@@ -118,7 +116,7 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
-    found += [*task.data_warnings(config), *(warning for part in CHECKS for warning in part.warnings(config))]
+    found += [*task.data_warnings(config), *(warning for each in CHECKS for warning in each.warnings(config))]
     if shape := usable_shape(config)[0]:
         config = with_adapter_sync(config, shape, device)
         found += merge_warning(config, shape, device)

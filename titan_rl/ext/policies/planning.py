@@ -13,11 +13,9 @@ from titan_rl.record.run_lock import RunLock
 
 
 def prepared(run: Invocation, scratch: Path) -> Setup:
-    """Plan a checked run. Of several policies, plan each, without snapshots; and the meshes of all, which have the
-    first policy's config but for the run's own folder."""
+    """Plan each policy of a checked run, without snapshots; and the meshes of all, which have the first policy's config
+    but for the run's own folder."""
     prepared_on = partial(prepare, device=run.device, gpus=run.gpus, adapters=run.adapters)
-    if not run.policies:
-        return prepared_on(run.config_name, run.config, scratch=scratch)
     setups = dict[str, Setup]()
     for policy, given in run.policies.items():
         config = replace(given, fault=replace(given.fault, snapshot_interval=0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.session_of_policies import together
+from titan_rl.ext.policies.session import together
 from titan_rl.wire.errors import RankDied, RunError
 
 

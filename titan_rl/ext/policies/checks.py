@@ -1,12 +1,24 @@
 """Checks of a run of several policies ([policies]): values that they share, and features that it lacks yet."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from titan_rl.config.policies import POLICIES
 from titan_rl.config.sections import Config
+from titan_rl.preflight.load import Invocation
 from titan_rl.preflight.refusal import problem
 
 SEVERAL = "of a run with [policies]"
+
+
+def judged_policies(
+    run: Invocation, judged: Callable[[Invocation], tuple[list[str], list[str]]]
+) -> tuple[list[str], list[str]]:
+    """Return the problems and warnings of a run of several policies."""
+    each = {name: judged(replace(run, config=one, policies={}, problems=())) for name, one in run.policies.items()}
+    refused = merged({name: refused for name, (refused, _) in each.items()})
+    warned = merged({name: warned for name, (_, warned) in each.items()})
+    return [*run.problems, *check_policies(run.policies), *refused], warned
 
 
 def check_policies(policies: Mapping[str, Config]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.toml import ConfigError, find, load, load_of_run, policies_of, problems_of_names, to_toml
-from titan_rl.preflight.checks.policies import merged
+from titan_rl.ext.policies.checks import merged
 from titan_rl.run import main
 
 SMALL = """
