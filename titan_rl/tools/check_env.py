@@ -21,7 +21,6 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.pretrained import FetchFailed, with_models
-from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.tools.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
@@ -174,7 +173,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
     from titan_rl.ext.agents.random_policy import RandomPolicy
     from titan_rl.ext.sandbox.local import configure
     from titan_rl.record.incidents import Incidents
-    from titan_rl.rollout.player import Player
+    from titan_rl.rollout.player import DRIVER_ATTEMPTS, Player
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.tasks.prompts import PromptSource
 

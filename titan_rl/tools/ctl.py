@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         if options.wait:
             endpoint.wait(options.timeout or WORK_SECONDS)
     except RequestFailed as error:
-        print(f"titan_rl.tools.ctl: {error}", file=sys.stderr)
+        print(f"titan_rl ctl: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.config.eval_sets import HELD_OUT, problems_of
 from titan_rl.config.sections import Config
-from titan_rl.rollout.player import DRIVER_ATTEMPTS
 from titan_rl.tools.deployed import (
     TARGET,
     Chosen,
@@ -160,7 +159,7 @@ def print_found(chosen: Chosen, evaluations: "Sequence[Evaluation]", options: ar
 
 async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
     from titan_rl.ext.sandbox.local import configure
-    from titan_rl.rollout.player import Player
+    from titan_rl.rollout.player import DRIVER_ATTEMPTS, Player
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.train.bring_up import launch_loaded
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.parse_args(argv)
     if reason := refusal():
-        print(f"titan_rl.tools.warm: {reason}", file=sys.stderr)
+        print(f"titan_rl warm: {reason}", file=sys.stderr)
         return REFUSED
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

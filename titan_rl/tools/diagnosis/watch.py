@@ -39,7 +39,7 @@ class Watch:
             return [f"step {line['step']}: {_short(each)}" for each in self.diagnosis.problems if self._is_news(each)]
         except Exception as error:  # a bug in a rule must not end a run of days
             self._broken = True
-            return [f"step {line['step']}: a rule of titan_rl.tools.diagnosis failed and warns no more: {error!r}"]
+            return [f"step {line['step']}: a rule of tools/diagnosis failed and warns no more: {error!r}"]
 
     def restart(self, metrics: Path) -> None:
         """Begin again with the file's lines, up to where the run resumed or rewound to. Warnings are not repeated."""

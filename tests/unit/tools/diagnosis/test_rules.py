@@ -674,7 +674,7 @@ def test_a_rule_that_fails_is_one_warning_and_no_error(tmp_path: Path) -> None:
     broken = [{**line, "entropy": math.nan, "step": "four"} for line in lines[3:]]
     warnings = [text for line in broken for text in watch.step(line)]
     assert len(warnings) == 1
-    assert "a rule of titan_rl.tools.diagnosis failed and warns no more: " in warnings[0]
+    assert "a rule of tools/diagnosis failed and warns no more: " in warnings[0]
     assert watch.cause == ""
 
 
