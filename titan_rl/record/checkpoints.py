@@ -15,10 +15,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_rl.config.sections import Config
 from titan_rl.wire.checkpoint_sums import FOLDER, METADATA, SUMS, damage
-from titan_rl.wire.types import PhaseName
+
+if TYPE_CHECKING:  # its numpy would start threads
+    from titan_rl.wire.types import PhaseName
 
 NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as the run writes it: not step-08
 
@@ -28,7 +31,7 @@ class Checkpoints:
     folders: tuple[Path, ...]  # the policy's, and the critic's if one is trained
 
     @classmethod
-    def of(cls, folder: Path, config: Config, phase: PhaseName = "rl") -> "Checkpoints":
+    def of(cls, folder: Path, config: Config, phase: "PhaseName" = "rl") -> "Checkpoints":
         """Return the checkpoints of a phase in a run's folder."""
         policy = folder / FOLDER
         if phase == "cold_start":

@@ -97,7 +97,7 @@ def install(packages: Sequence[str], folder: str) -> None:
 
 def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Config:
     """Return the config to play by. Raise Refused with everything that is wrong with it."""
-    from titan_rl.ext.agents.games import GAMES
+    from titan_rl.tasks.games import GAMES
 
     overridden = dict(overrides)
     if not (options.name or options.config):

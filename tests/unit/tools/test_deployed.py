@@ -1,6 +1,8 @@
 """Which weights and which sets a command line chooses or refuses, before anything is started."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,15 @@ def test_a_path_that_no_file_can_have(program: Any, capsys: pytest.CaptureFixtur
         program.main(words)
     assert stop.value.code == 2
     assert "expected a path, found 'xxx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "target"), [("eval", "run"), ("serve", "run"), ("check_env", "hunt")])
+def test_programs_have_one_thread_until_they_are_isolated(program: str, target: str, run: Path) -> None:
+    """numpy starts threads, and a process with several cannot enter a user namespace."""
+    code = f"""
+import os, sys, titan_rl.tools.{program} as program
+program.in_own_network = lambda *_, **__: len(os.listdir("/proc/self/task")) - 1
+sys.exit(program.main([{(str(run) if target == "run" else target)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
