@@ -29,6 +29,7 @@ from itertools import islice
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
+from titan_rl.preflight.checks.parts import runs_code
 from titan_rl.preflight.memory import measured_trainer
 from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
@@ -73,7 +74,7 @@ class Controller:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at; steps with the
         ids in `bad_prompts` were undone."""
         self.run, self.setup, self.config = run, run.setup, run.config
-        if configure := parts.part("sandbox settings"):
+        if runs_code(run.config) and (configure := parts.part("sandbox settings")):
             configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock

@@ -203,7 +203,7 @@ def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
     of prompts, so that a run may resume with or without the others."""
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    if openings := part("openings of environments"):
+    if config.environment.name and (openings := part("openings of environments")):
         begun = openings(config, task, tokenizer)
         if begun.problem:
             raise ValueError(begun.problem)

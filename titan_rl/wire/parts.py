@@ -46,9 +46,6 @@ PARTS = {
 }
 """Where each part is."""
 
-CHECKS = ("ext.agents.checks", "ext.sandbox.checks", "ext.trackers.checks")
-"""Modules with `problems(config)` and `warnings(config)`, which are checked before a run."""
-
 
 MOVED = {"titan_rl.agents": "titan_rl.ext.agents", "titan_rl.sandbox": "titan_rl.ext.sandbox"}
 """Modules that configs may name by their earlier names."""

@@ -21,7 +21,7 @@ from titan_rl.preflight.checks import (
     rollouts,
     task,
 )
-from titan_rl.preflight.checks.parts import CHECKS, check_parts
+from titan_rl.preflight.checks.parts import check_parts, checks_of_parts
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
@@ -81,7 +81,7 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from algorithm.check_titan_keys(config)
     yield from algorithm.check_algorithm(config)
     yield from rollouts.check_evaluation(config)
-    for each in CHECKS:
+    for each in checks_of_parts(config):
         yield from each.problems(config)
     yield from hosts.check_launch(config)
     yield from hosts.check_hosts(config, gpus.count)
@@ -116,7 +116,10 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
     found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
-    found += [*task.data_warnings(config), *(warning for each in CHECKS for warning in each.warnings(config))]
+    found += [
+        *task.data_warnings(config),
+        *(warning for each in checks_of_parts(config) for warning in each.warnings(config)),
+    ]
     if shape := usable_shape(config)[0]:
         config = with_adapter_sync(config, shape, device)
         found += merge_warning(config, shape, device)

@@ -1,14 +1,32 @@
-"""Checks that this installation has the optional parts that the keys need, and the checks of these parts themselves."""
+"""Checks that this installation has the optional parts that the keys need, and finds the checks of those parts."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, SandboxSection
+from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.tasks.games import GAMES
 from titan_rl.wire import parts
 
-CHECKS = parts.modules_of(parts.CHECKS)
+Needs = Callable[[Config], bool]
 
-NEEDED: Sequence[tuple[str, str, Callable[[Config], bool]]] = (
+
+def tracks(config: Config) -> bool:
+    return bool({*config.metrics.trackers} - {"tensorboard"}) or not config.metrics.project.strip()
+
+
+def plays(config: Config) -> bool:
+    return bool(config.rollout_code) or config.task.name in GAMES
+
+
+def runs_code(config: Config) -> bool:
+    """Return True if code of the user or of a model may run in the sandbox."""
+    named = [config.environment.name, config.task.agent, *rewards_of_sets(config)]
+    named += [name for _, name in rewards_of(config.task)]
+    return config.sandbox != SandboxSection() or any(":" in name or name == "code_tests" for name in named)
+
+
+NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
     ("games", "task.name", lambda config: config.task.name in GAMES),
@@ -20,8 +38,20 @@ NEEDED: Sequence[tuple[str, str, Callable[[Config], bool]]] = (
 )
 """A part, the key that needs it, and whether it does."""
 
+CHECKS: Sequence[tuple[str, Needs]] = (
+    ("ext.agents.checks", plays),
+    ("ext.sandbox.checks", runs_code),
+    ("ext.trackers.checks", tracks),
+)
+"""A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
+
 
 def check_parts(config: Config) -> Iterator[str]:
     for name, key, needs in NEEDED:
         if needs(config) and not parts.has_part(name):
             yield parts.missing_part(name, key)
+
+
+def checks_of_parts(config: Config) -> list[Any]:
+    """Return the modules of the checks that a config needs. No others are imported."""
+    return parts.modules_of(name for name, needs in CHECKS if needs(config))

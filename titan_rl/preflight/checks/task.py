@@ -182,7 +182,7 @@ def check_row_lengths(config: Config) -> Iterator[str]:
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     if tokenizer is None:
         return
-    if begun := part("openings of environments"):
+    if config.environment.name and (begun := part("openings of environments")):
         task = replace(task, openings=begun(config, task, tokenizer).by_row)  # check_environment has its problem
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
