@@ -1,6 +1,6 @@
 """Reads the rows of a data source: every row becomes an Example, or a problem that names its file and line.
 
-DataSource -> row_files -> jsonl_rows, parquet_rows -> row_formats -> SourceRows of Examples
+DataSource -> row_files -> jsonl_rows, ext/parquet -> row_formats -> SourceRows of Examples
 """
 
 import json
@@ -9,15 +9,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from titan_rl.config.data_sources import DataSource
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.jsonl_rows import jsonl_rows
-from titan_rl.tasks.parquet_rows import parquet_rows
 from titan_rl.tasks.row_files import FileState, row_files
 from titan_rl.tasks.row_formats import ABSENT, RowKeys, cell, keys_of
 from titan_rl.text.template import Message
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Demonstration
 
 GYM = "reasoning_gym"
@@ -47,6 +48,13 @@ class EndlessExamples(Sequence[Example]):
     def unfit(self, heldout: Sequence[Example], fits: Callable[[Example], bool]) -> Collection[int]:
         """Return the indices that are passed over, which are found when they are asked for."""
         raise NotImplementedError
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each row of a file, and the row."""
+    if path.suffix == ".parquet":
+        return needed_part("Parquet files", "task.path")(path)
+    return jsonl_rows(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +99,7 @@ def _read_files(source: DataSource, files: tuple[FileState, ...], limit: int | N
     key, keys = source.path_key, None
     examples: list[Example] = []
     problems: list[str] = []
-    rows = chain.from_iterable(
-        (parquet_rows if file.path.suffix == ".parquet" else jsonl_rows)(file.path) for file in files
-    )
+    rows = chain.from_iterable(rows_of(file.path) for file in files)
     try:
         for where, row in announced(islice(rows, limit), f"reading {key}"):
             if isinstance(row, ValueError):

@@ -32,6 +32,7 @@ PARTS = {
     "task reasoning_gym": "ext.reasoning_gym.problems:procedural",
     "tests of a row": "ext.sandbox.code_tests:row_tests",
     "tests of code": "ext.sandbox.checks:untested",
+    "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
     "control": "ext.control.steering:steered",
     "curriculum": "ext.curriculum.curriculum:Curriculum",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
