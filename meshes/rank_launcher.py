@@ -98,9 +98,12 @@ def forked(reports: _socket.socket, server: bytes, deadline: float, environment:
 
 def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:
     """Start the rank as a child, and return its wait status."""
+    launcher = posix.getpid()
     pid = posix.fork()
     if pid == 0:
         libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
+        if posix.getppid() != launcher:  # it died before this process had asked to die with it
+            posix._exit(1)
         posix.execve(sys.argv[1], sys.argv[1:], environment)
     reports.sendall(b"pid %d\n" % pid)
     try:

@@ -107,6 +107,8 @@ def test_a_rank_dies_with_its_launcher(forked: ForkedRanks, server: bool) -> Non
     launcher = forked.start_rank(SLEEP)
     rank = pid_of()
     until(lambda: rank_of(launcher.pid) == rank)
+    if not server:  # until then it holds the launcher's connection
+        until(lambda: b"bootstrap_main" in Path(f"/proc/{rank}/cmdline").read_bytes())
     os.kill(rank, signal.SIGSTOP)
     launcher.kill()
     assert ended() == deaths.GONE
