@@ -195,7 +195,7 @@ class ModelRank(Actor):
 
     @verb
     async def served(self, batch: Batch | None, call: str, *arguments: Any) -> Any:
-        """Carry out a call of a client that trains models of its own, with a batch if it takes one."""
+        """Carry out a call of a client that trains its models here, with a batch if it takes one."""
         self._served = getattr(self, "_served", None) or needed_part("served models", "serve")(self._model)
         method = getattr(self._served, call)
         return method(*arguments) if batch is None else method(batch, *arguments)

@@ -166,7 +166,7 @@ class ModelMesh:
         self, batches: Sequence[Batch], temperature: float = 1.0, frozen_role: str = "", top: int = 0
     ) -> tuple[list[list[np.ndarray]], list[int]]:
         """Return log-probs or values by dp row and microbatch, or entries of the `top` tokens, under the model's own
-        weights or by those of `frozen_role`; and the checksum of frozen weights by rank."""
+        weights or by the frozen ones of `frozen_role`; and the checksum of frozen weights by rank."""
         answers = await self._scatter("scores", self._rows(batches), temperature, frozen_role, top)
         return [values for values, _ in answers[:: self.row_ranks]], [checksum for _, checksum in answers]
 

@@ -44,7 +44,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
             launched(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
-            steers.meshes = meshes
+            steers.started(meshes)
             folder_watch = asyncio.create_task(watch_folder(folder, folder_before, watch.fail))
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None

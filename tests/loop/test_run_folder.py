@@ -26,7 +26,7 @@ def test_every_file_is_there(whole: RunFiles) -> None:
         "hf",
         "model",
     }
-    numbered = re.compile(r"^(hf|timeline|config)\.\d+(\.\w+)?$")  # of an earlier process
+    numbered = re.compile(r"^(hf|timeline|config)\.\d+(\.\w+)?$")  # written by an earlier process
     known = {*FILES, *FOLDERS, *(name.replace(".jsonl", ".superseded.jsonl") for name in FILES)}
     assert {name for name in names if not numbered.match(name)} <= known, "checks know every name (run_names.py)"
     assert {p.name for p in (whole.folder / "checkpoint").iterdir()} >= {"step-6", "step-8"}

@@ -45,6 +45,11 @@ class MetricsSection:
     """Steps between two tables of samples (prompt, answer, text, reward) in the trackers. 0: texts stay on this
     machine."""
 
+    @property
+    def services(self) -> list[str]:
+        """Return the trackers other than TensorBoard, whose files the run writes itself."""
+        return [name for name in self.trackers if name != "tensorboard"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSection:

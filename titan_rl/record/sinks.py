@@ -38,8 +38,7 @@ def tracking(
     folder: Path, config_name: str, config: Config, *, resumed: bool, warn: Warn
 ) -> AbstractAsyncContextManager[Sink | None]:
     """Start the trackers of a run, if this installation has any, and end them with the state in which it ends."""
-    needed = bool({*config.metrics.trackers} - {"tensorboard"})
-    started = (part("trackers") if needed else None) or _none
+    started = (part("trackers") if config.metrics.services else None) or _none
     return started(folder, config_name, config, resumed=resumed, warn=warn)
 
 

@@ -5,6 +5,7 @@ DataSource -> row_files -> jsonl_rows, ext/parquet -> row_formats -> SourceRows 
 
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,9 +46,9 @@ class Example:
 class EndlessExamples(Sequence[Example]):
     """Training problems that are generated when they are asked for."""
 
+    @abstractmethod
     def unfit(self, heldout: Sequence[Example], fits: Callable[[Example], bool]) -> Collection[int]:
         """Return the indices that are passed over, which are found when they are asked for."""
-        raise NotImplementedError
 
 
 def rows_of(path: Path) -> Iterator[tuple[str, Any]]:

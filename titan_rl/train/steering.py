@@ -14,7 +14,8 @@ from titan_rl.wire.parts import part
 
 
 class Steering(Protocol):
-    meshes: Meshes | None  # None while they are being started
+    def started(self, meshes: Meshes) -> None:
+        """Take the meshes, which are up."""
 
     def scales(self, generators: GeneratorMesh) -> None:
         """Offer to change the number of replicas."""
@@ -23,9 +24,7 @@ class Steering(Protocol):
 class Unsteered:
     """Takes no commands: a run ends by itself or by a signal."""
 
-    def __init__(self) -> None:
-        self.meshes: Meshes | None = None
-
+    def started(self, meshes: Meshes) -> None: ...
     def scales(self, generators: GeneratorMesh) -> None: ...
 
 

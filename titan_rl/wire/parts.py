@@ -4,6 +4,7 @@ Each is an attribute of a module in titan_rl/ext or titan_rl/tools. The core run
 """
 
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,35 +12,35 @@ from typing import Any
 PARTS = {
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
     "checks of policies": "ext.policies.checks:judged_policies",
-    "folders of policies": "ext.policies.planning:settle_policies",
-    "session of policies": "ext.policies.session:session_of_policies",
-    "setups of policies": "ext.policies.planning:prepared",
-    "plan of a run": "ext.run_plan.plan:run_plan",
+    "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
+    "control": "ext.control.steering:steered",
+    "curriculum": "ext.curriculum.curriculum:Curriculum",
     "environments": "ext.agents.bring_up:environments_of",
+    "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
+    "folders of policies": "ext.policies.planning:settle_policies",
     "games": "ext.agents.games:GAMES",
+    "kept batches": "ext.replay.kept_batches:KeptBatches",
+    "losses of pairs": "ext.preference.ranks.objectives:preference",
+    "losses of reward models": "ext.preference.ranks.objectives:reward",
     "openings of environments": "ext.agents.openings:openings",
+    "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
+    "plan of a run": "ext.run_plan.plan:run_plan",
+    "pretrained models": "tools.fetch.models:model_folder",
     "prompts after an opening": "ext.agents.conversation:read_after",
     "rehearsal of environments": "ext.agents.rehearsal:rehearse",
-    "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
     "requests of folder adapters": "ext.tinker.ranks.folder_adapters:request",
-    "served models": "ext.tinker.ranks.served_models:ServedModels",
-    "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
     "reward code_tests": "ext.sandbox.rewards:passes_tests",
     "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
     "reward judge_group": "ext.llm_judge.llm_judge:GroupJudge",
     "reward reasoning_gym": "ext.reasoning_gym.rewards:scored_by_gym",
+    "samples at the end": "tools.inspect.last_samples:last_samples",
     "sandbox settings": "ext.sandbox.local:configure",
+    "served models": "ext.tinker.ranks.served_models:ServedModels",
+    "session of policies": "ext.policies.session:session_of_policies",
+    "setups of policies": "ext.policies.planning:prepared",
     "task reasoning_gym": "ext.reasoning_gym.problems:procedural",
     "tests of a row": "ext.sandbox.code_tests:row_tests",
     "tests of code": "ext.sandbox.checks:untested",
-    "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
-    "control": "ext.control.steering:steered",
-    "curriculum": "ext.curriculum.curriculum:Curriculum",
-    "kept batches": "ext.replay.kept_batches:KeptBatches",
-    "losses of pairs": "ext.preference.ranks.objectives:preference",
-    "losses of reward models": "ext.preference.ranks.objectives:reward",
-    "pretrained models": "tools.fetch.models:model_folder",
-    "samples at the end": "tools.inspect.last_samples:last_samples",
     "timeline": "ext.timeline.timeline:timeline",
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
@@ -93,6 +94,7 @@ def modules_of(names: Iterable[str]) -> list[Any]:
     return [import_module(f"titan_rl.{name}") for name in names if _exists(name)]
 
 
+@cache  # a request of an engine asks
 def _exists(module: str) -> bool:
     try:
         return find_spec(f"titan_rl.{module}") is not None

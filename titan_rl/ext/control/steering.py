@@ -18,12 +18,7 @@ class Steered:
         """`status`: of a run of one policy."""
         self._setup, self._control, self._status = setup, control, status
 
-    @property
-    def meshes(self) -> Meshes | None:
-        return self._status and self._status.meshes
-
-    @meshes.setter
-    def meshes(self, meshes: Meshes | None) -> None:
+    def started(self, meshes: Meshes) -> None:
         if self._status is not None:
             self._status.meshes = meshes
 

@@ -106,7 +106,7 @@ async def drive(
         tracking(folder, setup.name, config, resumed=not resume.nothing, warn=terminal.warn) as trackers,
         steering(setup, socket, stop, incidents, terminal.note) as steers,
     ):
-        steers.meshes = meshes
+        steers.started(meshes)
         with (
             RunLog(folder, setup.name, config, resume_step=resume.rl, trackers=trackers, warn=terminal.warn) as log,
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,

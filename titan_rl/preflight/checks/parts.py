@@ -12,7 +12,7 @@ Needs = Callable[[Config], bool]
 
 
 def tracks(config: Config) -> bool:
-    return bool({*config.metrics.trackers} - {"tensorboard"}) or not config.metrics.project.strip()
+    return bool(config.metrics.services) or not config.metrics.project.strip()
 
 
 def plays(config: Config) -> bool:
@@ -34,7 +34,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
-    ("trackers", "metrics.trackers", lambda config: bool({*config.metrics.trackers} - {"tensorboard"})),
+    ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
 
