@@ -23,7 +23,6 @@ from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
-from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Recorded, span
 from titan_rl.wire.types import Batch, PhaseName, RoleName
@@ -172,11 +171,11 @@ class ModelRank(Actor):
 
     @verb
     async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False, gathering: Gathering | None = None
+        self, version: int, slot: int, serial: int, again: bool = False, note: Any = None
     ) -> tuple[dict[int, Manifest], float] | None:
         """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. With `again`, the
-        last packed weights are packed once more; return None if they have changed since. Begin to broadcast them if
-        there is a gathering."""
+        last packed weights are packed once more; return None if they have changed since. With a note,
+        begin to send them."""
         policy = self._model.policy_name
         staging = self._stagings[policy]
         if again and self._packed.get(policy) != self._model.phase_step:
@@ -186,9 +185,8 @@ class ModelRank(Actor):
         began, self._packed[policy] = time.perf_counter(), self._model.phase_step
         with span("publish", version=version):
             manifests = staging.pack(version, slot, serial)
-        if gathering is not None:
-            seconds = self._model.config.comm.train_timeout_seconds
-            staging.broadcast(slot, serial, gathering, seconds / 2)
+        if note is not None:
+            staging.announce(slot, serial, note, self._model.config.comm.train_timeout_seconds / 2)
         if self._model.config.placement.kind == "colocated":
             self._model.release_memory()  # before engines on the same device wake and take these weights
         return manifests, time.perf_counter() - began

@@ -27,10 +27,9 @@ from titan_rl.meshes.spawn import meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost, SyncStats
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Completion, Request
-from titan_rl.wire.weight_source import Source
+from titan_rl.wire.weight_source import NO_NOTES, Source
 
 POLICY = GeneratorPolicy()
 SYNC = WeightSyncSection()
@@ -130,21 +129,20 @@ class GeneratorMesh(Fleet):
         lease: Callable[[str], AbstractContextManager[None]] = nullcontext,
         *,
         forgives: bool = False,
-        roster: Roster | None = None,
+        notes: Mapping[str, Sequence[Any]] = NO_NOTES.replicas,
     ) -> SyncStats:
         """Fetch the weights on every rank while sampling continues; then write, check and serve them as `version`.
 
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
         lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first, and the others
         fetch the rest, if it failed. With `forgives`, a replica that refuses its weights is not lost: it is reported in
-        `refused`, and serves nothing for now. Replicas of the roster receive the trainers' broadcasts, unless one
-        of them is lost already."""
+        `refused`, and serves nothing for now. The version is sent to replicas that have `notes`, unless one of
+        them is lost already."""
         self.check()
-        names = roster.names if roster else set[str]()
-        if not names <= {replica.name for replica in self.replicas.values()}:
-            roster, names = None, set[str]()
+        if not notes.keys() <= {replica.name for replica in self.replicas.values()}:
+            notes = {}
         reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
-        in_turn = sorted(self.replicas.values(), key=lambda replica: replica.name not in names)
+        in_turn = sorted(self.replicas.values(), key=lambda replica: replica.name not in notes)
         first = {replica.memory: replica for replica in reversed(in_turn)}
         fetched_first = {memory: asyncio.Event() for memory in first}
         seconds = self._policy.seconds
@@ -154,8 +152,7 @@ class GeneratorMesh(Fleet):
                 try:
                     if replica.memory and first[replica.memory] is not replica:
                         await fetched_first[replica.memory].wait()
-                    own = roster if replica.name in names else None
-                    fetched = await replica.fetch_weights(manifests, seconds, own, self.slot)
+                    fetched = await replica.fetch_weights(manifests, seconds, notes.get(replica.name, ()), self.slot)
                 except RunError as error:
                     failed.append(error)
                     raise
@@ -180,16 +177,6 @@ class GeneratorMesh(Fleet):
         cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in costs.items()}, refused)
         fell_back = tuple(rank.fell_back for rank in ranks if rank.fell_back)
         return replace(cost, into_host=max(arrived.values(), default=0), fell_back=fell_back)
-
-    def receivers(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Return which replicas can receive a broadcast, the first of each memory, by trainer rank and reader."""
-        first = {r.memory: r for r in reversed(self.replicas.values()) if r.memory is not None}
-        receivers: dict[tuple[int, int], tuple[str, ...]] = {}
-        for replica in first.values():
-            for reader, connection in enumerate(replica.connections):
-                for rank in connection.broadcasts:
-                    receivers[rank, reader] = (*receivers.get((rank, reader), ()), replica.name)
-        return receivers
 
     async def sleep(self) -> dict[Replica, tuple[int, int]]:
         """Stop every engine until the next pull, also with unfinished requests. Return the free bytes and all bytes of

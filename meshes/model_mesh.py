@@ -27,12 +27,11 @@ from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import StepStats
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Batch, PhaseName, RoleName
 from titan_rl.wire.weight_plan import Copy, Shard
-from titan_rl.wire.weight_source import Offer
+from titan_rl.wire.weight_source import NO_NOTES, Notes, Offer
 
 MAX_NAMED = 3  # parameters in an error
 
@@ -204,17 +203,16 @@ class ModelMesh:
         return await self._scatter("stage", copies, places, sync)
 
     async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False, roster: Roster | None = None
+        self, version: int, slot: int, serial: int, again: bool = False, notes: Notes = NO_NOTES
     ) -> Publication | None:
-        """Pack every rank's shards into a slot, and let each begin its broadcasts. Return None if the last publication
-        is wanted `again` but the trainers have taken a step since."""
-        rosters = [roster and roster.of_trainer(i) for i in range(len(self._ranks))]
-        arguments = [(version, slot, serial, again, own) for own in rosters]
-        packed = await self._call("publish", arguments)
+        """Pack every rank's shards into a slot, and let each begin to send them if it has a note. Return None if the
+        last publication is wanted `again` but the trainers have taken a step since."""
+        own = notes.trainers or [None] * len(self._ranks)
+        packed = await self._call("publish", [(version, slot, serial, again, note) for note in own])
         if None in packed:
             return None
         manifests = [manifests for manifests, _ in packed]
-        return Publication(version, slot, manifests, max(seconds for _, seconds in packed), roster)
+        return Publication(version, slot, manifests, max(seconds for _, seconds in packed), notes)
 
     async def served(self, call: str, *arguments: Any, batches: Sequence[Batch] | None = None) -> list[Any]:
         """Carry out a call of served_models.py on every rank. Batches are scattered to the dp rows. Return the answer

@@ -23,7 +23,6 @@ from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import ReaderCost
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.types import Completion, Request
 from titan_rl.wire.weight_source import FORCES_LINKS, Connection, Source
 
@@ -136,13 +135,12 @@ class Replica:
         return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
     async def fetch_weights(
-        self, manifests: Sequence[list[Manifest]] | None, seconds: float, roster: Roster | None = None, slot: int = 0
+        self, manifests: Sequence[list[Manifest]] | None, seconds: float, notes: Sequence[Any] = (), slot: int = 0
     ) -> list[ReaderCost]:
-        """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch. With a
-        roster it comes by broadcast."""
-        seconds = self.patience(seconds)
-        own = (roster and roster.of_reader(self.name, rank) for rank in range(self.tp))
-        each = zip(manifests or [[]] * self.tp, [seconds] * self.tp, own, [slot] * self.tp, strict=True)
+        """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch.
+        `notes`: for each rank, if the version is sent to it."""
+        seconds, wanted = self.patience(seconds), manifests or [[]] * self.tp
+        each = [(own, seconds, note, slot) for own, note in zip(wanted, notes or [None] * self.tp, strict=True)]
         return await self.scatter("fetch_weights", each, seconds + GRACE_SECONDS)
 
     async def switch_weights(self, version: int, seconds: float, slot: int = 0) -> ReaderCost:

@@ -13,18 +13,14 @@ restarted processes all use the same code: a Landing knows one rank's parameters
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from titan_rl.actors import meeting
-from titan_rl.actors.sync.broadcast import MEET_SECONDS, Broadcasts
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
-from titan_rl.actors.sync.host_memory import HeldRun, HostMemory
-from titan_rl.actors.sync.remote_reads import Remote
 from titan_rl.actors.sync.row_groups import RowGroups, planned_params
-from titan_rl.actors.sync.transport import Shared, is_remote
+from titan_rl.actors.sync.transport import ReaderLink, Shared, Transport, is_remote
 from titan_rl.actors.vllm.vllm_params import is_quantized
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import WeightSyncSection
@@ -33,8 +29,8 @@ from titan_rl.kernels.quantize_rows import FP8
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import ReaderCost
-from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
@@ -61,35 +57,35 @@ class Landing:
         self._adapters = any(copy.adapts for source in sources for copy in source.copies)
         live, params = params, planned_params(params, quantization)
         self._runs = [_Run(params, source, quantization) for source in sources]
-        far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
-        self._memory = _host_memory(far, siblings) if far else None
-        host_runs = iter(self._memory.runs if self._memory else ())
+        self._far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
+        self._link: ReaderLink | None = self._linked(siblings) if self._far else None
+        linked = iter(self._link.runs if self._link else ())
         for run in self._runs:
-            run.connect(params, next(host_runs) if run in far else None, self._sync)
+            shared = None if run in self._far else Shared(run.source.offer, pinned=run.gpu is not None)
+            run.connect(params, shared or next(linked), self._sync)
         self._groups: RowGroups | None = None
         if quantization != "none" and self._runs:
             copies, runs = [run.source.copies for run in self._runs], [run.by_slot for run in self._runs]
             self._groups = RowGroups(live, copies, runs, quantization)
-        stores = {run.source.trainer_rank: run.source.offer.meets for run in far if run.source.offer.meets}
-        self._broadcasts = Broadcasts(
-            lambda rank: meeting.store_at(stores[rank], MEET_SECONDS), next((run.gpu for run in far), None)
-        )
-        self._senders = tuple(stores)  # trainer ranks
-        self._fell_back = ""  # why the last publication came one-sided although it was broadcast
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
 
     @property
     def connection(self) -> Connection:
-        names = [run.transport.name for run in self._runs]
-        return Connection(names, self._memory and self._memory.copy, self._senders)
+        names, link = [run.transport.name for run in self._runs], self._link
+        return Connection(names, link.copy, link.senders) if link else Connection(names, None)
+
+    def _linked(self, siblings: Sequence[HostCopy]) -> ReaderLink:
+        """Link this reader to the trainer ranks whose memory it cannot map."""
+        sources, spans = [run.source for run in self._far], [run.spans for run in self._far]
+        make, gpu = needed_part("links of readers", "weight_sync.transport"), self._far[0].gpu
+        return make(sources, spans, sync=self._sync, reader=self._reader, siblings=siblings, gpu=gpu)
 
     def leave(self) -> None:
         """Let no fetch in progress wait for the other readers of this host: another landing takes over."""
-        if self._memory is not None:
-            self._memory.leave()
-        self._broadcasts.abort()
+        if self._link is not None:
+            self._link.leave()
 
     @property
     def _everything(self) -> list[list[int]]:
@@ -98,14 +94,11 @@ class Landing:
 
     @property
     def _received(self) -> int:
-        return sum(run.transport.received for run in self._runs if isinstance(run.transport, Remote))
+        return self._link.received if self._link else 0
 
-    async def fetch_weights(
-        self, manifests: Sequence[Manifest], timeout: float, gathering: Gathering | None = None
-    ) -> ReaderCost:
-        """Fetch every run. Fails within `timeout` seconds if a source is gone. A gathering comes by broadcast or, if
-        that fails, as everything else does."""
-        began, before, self._announced, self._fell_back = time.perf_counter(), self._received, None, ""
+    async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float, note: Any = None) -> ReaderCost:
+        """Fetch every run. Fails within `timeout` seconds if a source is gone. With a note, the link has them sent."""
+        began, before, self._announced = time.perf_counter(), self._received, None
         await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
@@ -114,7 +107,7 @@ class Landing:
         self._wanted = self._changed(manifests)
         # A row is quantized whole: this host's memory must have all of it, of which only changed slices are fetched.
         needed = self._everything if self._groups is not None else self._wanted
-        await self._fetch(manifests, needed, timeout, gathering=gathering)
+        fell_back = await self._fetch(manifests, needed, timeout, note=note)
         verify = await self._verify_transfer(manifests, needed, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
         return ReaderCost(
@@ -124,7 +117,7 @@ class Landing:
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
             remote=self._received - before,
-            fell_back=self._fell_back,
+            fell_back=fell_back,
         )
 
     async def write_weights(self, timeout: float, version: int | None = None) -> ReaderCost:
@@ -182,45 +175,15 @@ class Landing:
         timeout: float,
         *,
         again: bool = False,
-        gathering: Gathering | None = None,
-    ) -> None:
+        note: Any = None,
+    ) -> str:
         """Fetch blocks that are not mapped and that no other reader of this host has fetched; with `again`, also those
-        that one has. One-sided reads fetch what a broadcast did not bring."""
-        far = {
-            run.source.trainer_rank: (run.transport, manifest, indices)
-            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
-            if isinstance(run.transport, Remote)
-        }
-        if self._memory is not None and (gathering is not None or any(indices for _, _, indices in far.values())):
-            async with self._memory.writing(self._reader, timeout) as remaining:
-                ends = time.monotonic() + remaining
-                if gathering is not None:
-                    await asyncio.to_thread(self._receive, far, gathering, remaining / 2)
-                left = max(ends - time.monotonic(), 0.0)
-                await asyncio.gather(
-                    *(
-                        remote.fetch_blocks(manifest, indices, left, again=again)
-                        for remote, manifest, indices in far.values()
-                        if indices
-                    )
-                )
+        that one has. Return why they were not sent as the note says, or ""."""
+        each = zip(self._runs, manifests, wanted, strict=True)
+        far = [(manifest, indices) for run, manifest, indices in each if run in self._far]
+        fell_back = await self._link.fetch(far, timeout, again=again, note=note) if self._link else ""
         self._check_stamps(manifests, wanted)
-
-    def _receive(
-        self, far: Mapping[int, tuple[Remote, Manifest, list[int]]], gathering: Gathering, seconds: float
-    ) -> None:
-        """Receive the broadcasts of a gathering, from the trainer ranks of `far`."""
-        try:
-            missing = {rank: remote.missing(manifest, indices) for rank, (remote, manifest, indices) in far.items()}
-            (serial,) = {manifest.serial for _, manifest, _ in far.values()}
-            chosen = self._broadcasts.agree(gathering, serial, missing, min(seconds, MEET_SECONDS))
-            runs = [(*far[rank][:2], rank) for rank in chosen]
-            targets = {rank: remote.expect(manifest, chosen[rank]) for remote, manifest, rank in runs}
-            self._broadcasts.move(gathering, targets, seconds)
-            for remote, manifest, rank in runs:
-                remote.arrived(manifest, chosen[rank])
-        except Exception as error:
-            self._fell_back = f"{self._reader}: {error}"
+        return fell_back
 
     @torch.no_grad()
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
@@ -305,7 +268,7 @@ class Landing:
 class _Run:
     """One source's run, its transport, and the places in the live parameters that it fills."""
 
-    transport: Shared | Remote  # once connected
+    transport: Transport  # once connected
 
     def __init__(self, params: Mapping[str, Tensor], source: Source, quantization: Quantization) -> None:
         _check_fit(params, source, quantization)
@@ -327,16 +290,9 @@ class _Run:
             )
         self._dtype, self._itemsize = dtype, dtype.itemsize
 
-    def connect(self, params: Mapping[str, Tensor], host_run: HeldRun | None, sync: WeightSyncSection) -> None:
-        """Prepare to read. `held` is where the memory of this host has the run of a remote source."""
-        offer, copies = self.source.offer, self.source.copies
-        if host_run is None:
-            self.transport = Shared(offer, pinned=self.gpu is not None)
-        else:
-            assert offer.registered is not None
-            spans = [self._span(i) for i in range(len(self.blocks))]
-            way = f"broadcast ({'gloo' if self.gpu is None else 'NCCL'})" if offer.meets else ""
-            self.transport = Remote(offer.registered, host_run, spans, delta=sync.delta, way=way)
+    def connect(self, params: Mapping[str, Tensor], transport: Transport, sync: WeightSyncSection) -> None:
+        """Prepare to read."""
+        offer, copies, self.transport = self.source.offer, self.source.copies, transport
         self.by_slot = runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
         # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
         self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot
@@ -389,22 +345,14 @@ class _Run:
         start, end = self._span(block)
         return f"bytes {start} to {end - 1} of its run: {self.blocks[block].params}"
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [self._span(i) for i in range(len(self.blocks))]
+
     def _span(self, block: int) -> tuple[int, int]:
         """Return the block's bytes in the run, [start, end)."""
         start = self.blocks[block].start * self._itemsize
         return start, start + self.nbytes([block])
-
-
-def _host_memory(runs: Sequence[_Run], siblings: Sequence[HostCopy]) -> HostMemory:
-    """Return the memory of this host for runs of remote sources."""
-    sizes, hashed = list[tuple[int, int]](), xxhash.xxh3_64()
-    for offer in (run.source.offer for run in runs):
-        if offer.registered is None:
-            raise RuntimeError(f"expected registered slices from the trainer process {offer.pid}, found none")
-        sizes.append((offer.nbytes, len(offer.registered.slices[0])))
-        hashed.update(repr((offer.place, offer.pid, offer.fd, offer.starts, offer.nbytes, offer.layout)).encode())
-    pinned = any(run.gpu is not None for run in runs)
-    return HostMemory(sizes, hashed.intdigest(), siblings, pinned=pinned)
 
 
 def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tensor]:

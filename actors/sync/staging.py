@@ -9,26 +9,24 @@ other weights are frozen: they are packed into each slot once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_rl.actors import meeting
-from titan_rl.actors.sync.broadcast import Sender
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.held_shards import local_tensors
 from titan_rl.actors.sync.merged import Merged
-from titan_rl.actors.sync.transport import PACKING, How, Memory, broadcasts, octets
+from titan_rl.actors.sync.transport import PACKING, How, Memory, TrainerLink, octets
 from titan_rl.kernels.pack_weights import pack, pack_one_by_one
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
-from titan_rl.wire.rosters import Gathering
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_plan import LORA_B, Copy
-from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
+from titan_rl.wire.weight_source import SLOTS, HashKind, Offer
 
 Pack = Callable[[Mapping[str, Tensor], Sequence[Copy], Tensor], None]
 SLICE_BYTES = 8 << 20
-"""Size of one RDMA read: 4 to 8 MiB measured best over Monarch's TCP fallback."""
+"""Size of one read over a link: 4 to 8 MiB measured best over Monarch's TCP fallback."""
 
 
 class Staging:
@@ -85,9 +83,7 @@ class Staging:
         ]
         self._adapters = {reader: tuple(copy for copy in run if copy.adapts) for reader, run in copies.items()}
         self._frozen: list[dict[int, list[int]]] = [{}, {}]  # checksums of the frozen blocks in a slot, by reader
-        self._registered: dict[int, Registered] = {}
-        self._sender: Sender | None = None
-        self._meets = ""  # address of the sender's store
+        self._link: TrainerLink | None = None
 
     def forget_frozen(self) -> None:
         """Pack also the frozen weights again, because packed bytes have been damaged."""
@@ -146,44 +142,28 @@ class Staging:
         return Merged(self._params, self._merged_by), pack_one_by_one
 
     def offer(self, *, remote: bool, how: How = "auto") -> dict[int, Offer]:
-        """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is
-        `remote`; and a store is opened if publications go to those by broadcast."""
-        if remote and not self._registered:
-            from monarch.rdma import RDMABuffer  # needed by remote readers only
-
-            stamps = RDMABuffer(self._memory.stamps.view(torch.uint8))
-            self._registered = {
-                reader: Registered(
-                    stamps,
-                    tuple([RDMABuffer(part) for part in self._slices(reader, runs[reader])] for runs in self.runs),
-                )
-                for reader in self._blocks
-            }
-            if broadcasts(how, self._gpu, stamps.backend):
-                store, self._meets = meeting.open_store()
-                self._sender = Sender(store, self._gpu)
-        offers = {
-            reader: self._memory.offer(i, run.nbytes, self._layouts[reader], self._registered.get(reader), self._kind)
+        """Return where each reader finds its run. If any reader is `remote`, the runs are linked, once."""
+        if remote and self._link is None:
+            make = needed_part("links of trainers", "weight_sync.transport")
+            slots = [{reader: list(self._slices(reader, run)) for reader, run in runs.items()} for runs in self.runs]
+            self._link = make(self._memory.stamps, slots, how, self._gpu)
+        links = self._link.offers if self._link else {}
+        return {
+            reader: self._memory.offer(i, run.nbytes, self._layouts[reader], links.get(reader), self._kind)
             for i, (reader, run) in enumerate(self.runs[0].items())
         }
-        return {reader: replace(offer, meets=self._meets) for reader, offer in offers.items()}
 
-    def broadcast(self, slot: int, serial: int, gathering: Gathering, seconds: float) -> None:
-        """Begin to send a slot's publication to the readers of the gathering, in a thread."""
-        assert self._sender is not None
-        slices = {reader: list(self._slices(reader, run)) for reader, run in self.runs[slot].items()}
-        stamp = self._memory.stamps[slot : slot + 1].view(torch.uint8)
-        self._sender.begin(gathering, serial, slices, stamp, seconds)
+    def announce(self, slot: int, serial: int, note: Any, seconds: float) -> None:
+        """Begin to send a slot's publication over the link."""
+        assert self._link is not None
+        self._link.announce(slot, serial, note, seconds)
 
     async def drop(self) -> None:
         """Make the memory unreachable. Processes that have mapped it keep it; a remote read in progress fails within
         its timeout."""
-        for registered in self._registered.values():
-            for buffer in (buffer for slices in registered.slices for buffer in slices):
-                await buffer.drop()
-        for stamps in {id(r.stamps): r.stamps for r in self._registered.values()}.values():
-            await stamps.drop()
-        self._registered = {}
+        link, self._link = self._link, None
+        if link is not None:
+            await link.drop()
         self._memory.close()
 
     def _slices(self, reader: int, run: Tensor) -> Iterator[Tensor]:

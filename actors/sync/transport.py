@@ -1,8 +1,7 @@
 """How the bytes that a trainer rank packed reach a reader, chosen for each pair of them.
 
-    same host                Shared: the reader maps the trainer's memory, and writes from there into its parameters
-    anywhere else            Remote: into memory of the reader's host, by one-sided RDMABuffer reads (remote_reads.py)
-    GPUs without ibverbs     the same, by broadcasts over NCCL (broadcast.py); if one fails, by one-sided reads
+    same host        Shared: the reader maps the trainer's memory, and writes from there into its parameters
+    anywhere else    a link, which copies them into memory of the reader's host (an optional part: ext/remote_weights)
 
 A trainer rank's memory holds two slots, so that a version can be packed while its predecessor is read:
 
@@ -17,17 +16,17 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from titan_rl.wire.cores import here
-from titan_rl.wire.manifest import Block
-from titan_rl.wire.weight_source import FORCES_LINKS, SLOTS, HashKind, Offer, Registered
+from titan_rl.wire.manifest import Block, Manifest
+from titan_rl.wire.weight_source import FORCES_LINKS, SLOTS, HashKind, HostCopy, Offer
 
 How = Literal["auto", "shm", "rdma", "broadcast"]
 
@@ -55,13 +54,25 @@ class Memory:
         self.bytes = mapping.octets(pinned)
         self.stamps = _stamps(self.bytes)
 
-    def offer(
-        self, run: int, nbytes: int, layout: int, registered: Registered | None, kind: HashKind = "xxh3"
-    ) -> Offer:
-        return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered, kind)
+    def offer(self, run: int, nbytes: int, layout: int, link: Any, kind: HashKind = "xxh3") -> Offer:
+        return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, link, kind)
 
 
-class Shared:
+class Transport(Protocol):
+    """Brings one run to a reader."""
+
+    name: str
+
+    def run(self, slot: int) -> Tensor:
+        """Return the run's bytes.  # [nbytes]"""
+        ...
+
+    def stamp(self, slot: int) -> int:
+        """Return the serial number of the publication that the bytes belong to."""
+        ...
+
+
+class Shared(Transport):
     """The trainer's memory itself. There is nothing to fetch: writing the parameters reads it first."""
 
     name = "shared memory"
@@ -95,17 +106,46 @@ class Shared:
         return int(self._stamps[slot])
 
 
+class TrainerLink(Protocol):
+    """A trainer rank's half of the link to readers that cannot map its memory."""
+
+    offers: Mapping[int, Any]  # by reader, for its half
+
+    def announce(self, slot: int, serial: int, note: Any, seconds: float) -> None:
+        """Begin to send publication `serial` to the readers that the note names."""
+
+    async def drop(self) -> None:
+        """Make the memory unreachable."""
+
+
+class ReaderLink(Protocol):
+    """A reader's half: copies the runs of trainer ranks whose memory it cannot map."""
+
+    runs: Sequence[Transport]
+    copy: HostCopy  # for the other readers of its host
+    senders: tuple[int, ...]  # trainer ranks that can send to it
+
+    @property
+    def received(self) -> int:
+        """Count the bytes that this reader has copied."""
+        ...
+
+    async def fetch(
+        self, wanted: Sequence[tuple[Manifest, list[int]]], seconds: float, *, again: bool = False, note: Any = None
+    ) -> str:
+        """Fetch the wanted blocks of each run, or those that no other reader of this host has fetched; with `again`,
+        all of them. With a note they are sent. Return why that failed, if it did: then they have been read."""
+        ...
+
+    def leave(self) -> None:
+        """Let no fetch in progress wait for other readers."""
+
+
 def is_remote(place: str, how: How) -> bool:
     """Return True if processes here and at `place` must copy each other's memory instead of mapping it."""
     if how == "shm" and place != here():
         raise ValueError('weight_sync.transport: expected "auto" or "rdma" for meshes on different hosts, found "shm"')
     return how in FORCES_LINKS or place != here()
-
-
-def broadcasts(how: How, gpu: torch.device | None, backend: str) -> bool:
-    """Return True if publications go to other hosts by broadcast, and one-sided reads, which go through this backend of
-    Monarch's, fetch only what a broadcast did not bring."""
-    return how == "broadcast" or (how == "auto" and gpu is not None and backend == "tcp")
 
 
 class MappedFile(mmap.mmap):

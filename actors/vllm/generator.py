@@ -32,7 +32,6 @@ from titan_rl.wire.cores import here
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost
-from titan_rl.wire.rosters import Gathering
 from titan_rl.wire.spans import Recorded, Stretch, span
 from titan_rl.wire.types import Request
 from titan_rl.wire.weight_source import Connection, HostCopy, Source
@@ -133,11 +132,11 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def fetch_weights(
-        self, manifests: list[Manifest], timeout: float, gathering: Gathering | None = None, slot: int = 0
+        self, manifests: list[Manifest], timeout: float, note: Any = None, slot: int = 0
     ) -> ReaderCost:
         """Fetch a slot's weights for this rank while sampling continues."""
         with span("read", lane="weights"):
-            return await self._landings[slot].fetch_weights(manifests, timeout, gathering)
+            return await self._landings[slot].fetch_weights(manifests, timeout, note)
 
     @concurrent_endpoint
     async def switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:

@@ -59,7 +59,7 @@ class PackingTrainers(Ranks):
         return await self.each("stage", sync, remote, own=copies)
 
     async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
+        self, version: int, slot: int, serial: int, again: bool = False, notes: Any = None
     ) -> Publication:
         packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [runs for runs, _, _ in packed], max(wall for _, wall, _ in packed))

@@ -24,10 +24,10 @@ from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import How
 from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.ext.broadcast.rosters import Roster
 from titan_rl.kernels.pack_weights import pack, window
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
 from titan_rl.wire.weight_source import HostCopy, Offer, Source
 
@@ -121,7 +121,7 @@ class TrainerRank(Rank):
         began, began_cpu = time.perf_counter(), time.thread_time()
         manifests = self.staging.pack(version, slot, serial)
         if roster is not None:
-            self.staging.broadcast(slot, serial, roster.of_trainer(self.rank), TIMEOUT)
+            self.staging.announce(slot, serial, roster.of_trainer(self.rank), TIMEOUT)
         return manifests, time.perf_counter() - began, time.thread_time() - began_cpu
 
     # lower bound of shared memory: a mapped file without protocol and checksums
@@ -220,8 +220,8 @@ class Reader(Rank):
     async def pull(self, manifests: dict[int, Manifest], way: str, roster: Roster | None) -> dict[str, float]:
         """Return wall seconds of the read and CPU seconds of the write, which verifies too if `way` verifies "live"."""
         began = time.perf_counter()
-        gathering = roster and roster.of_reader(READERS, self.rank)
-        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT, gathering)
+        note = roster and roster.of_reader(READERS, self.rank)
+        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT, note)
         if read.fell_back:
             raise RuntimeError(f"expected a broadcast, found one-sided reads: {read.fell_back}")
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
@@ -249,7 +249,7 @@ class Reader(Rank):
 
     @endpoint
     async def prepare_bare(self, offered: dict[int, Offer]) -> None:
-        buffers = [part for offer in offered.values() if offer.registered for part in offer.registered.slices[0]]
+        buffers = [part for offer in offered.values() if offer.link for part in offer.link.slices[0]]
         self.run, self.reads = torch.empty(sum(b.size() for b in buffers), dtype=torch.uint8), RDMAAction()
         for part, buffer in zip(self.run.split([b.size() for b in buffers]), buffers, strict=True):
             self.reads.read_remote(part, buffer)

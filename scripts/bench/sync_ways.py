@@ -17,7 +17,7 @@ from bench.sync_plan import shape_of_size
 from bench.sync_ranks import READERS, Reader, TrainerRank
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.wire.rosters import Roster
+from titan_rl.ext.broadcast.rosters import Roster
 from titan_rl.wire.weight_plan import WeightPlan, plan
 
 LARGEST = 1000  # megabytes: larger models leave out the way that makes several copies of the whole model

@@ -84,7 +84,7 @@ class FakeEngine:
         except TimeoutError:
             return []
 
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
+    async def do_fetch_weights(self, manifests: Any, timeout: float, note: Any, slot: int = 0) -> ReaderCost:
         return ReaderCost(blocks=1)
 
     async def do_switch(self, version: int, timeout: float, slot: int = 0) -> ReaderCost:

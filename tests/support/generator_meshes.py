@@ -142,7 +142,7 @@ class OneTrainer:
         return [self.staging.offer(remote=False)]
 
     async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
+        self, version: int, slot: int, serial: int, again: bool = False, notes: Any = None
     ) -> Publication:
         for name, held in self._held.items():
             held.copy_(self.adapters.get(name, self._given[name] * self.scale))

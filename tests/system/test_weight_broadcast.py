@@ -11,7 +11,7 @@ import pytest
 
 from support.outputs import same, shared_memory
 from support.running import Run, Runs
-from titan_rl.actors.sync.broadcast import MEET_SECONDS
+from titan_rl.ext.broadcast.ranks.broadcast import MEET_SECONDS
 from titan_rl.wire import failpoints
 
 KEYS: dict[str, Any] = {

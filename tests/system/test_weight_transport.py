@@ -108,7 +108,7 @@ async def sync_twice() -> None:
             sources: list[list[Source]] = [[] for _ in READERS]
             for rank in range(2):
                 staged = await done(trainers.slice(trainer=rank).stage.call_one(made.outgoing(rank)))
-                slices = [s for offer in staged.values() if offer.registered for s in offer.registered.slices[0]]
+                slices = [s for offer in staged.values() if offer.link for s in offer.link.slices[0]]
                 assert len(slices) > len(staged), "runs of several slices"
                 assert all(slice.size() <= 100 for slice in slices)
                 for reader, offer in staged.items():

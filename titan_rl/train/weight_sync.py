@@ -12,11 +12,11 @@ while readers are still busy with n.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from titan_rl.actors.vllm.vllm_params import adapters_in, pieces
 from titan_rl.config.sections import Config
@@ -28,11 +28,11 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import part
 from titan_rl.wire.reports import SyncStats
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.weight_plan import WeightPlan, is_adapter, plan
-from titan_rl.wire.weight_source import Source
+from titan_rl.wire.weight_source import NO_NOTES, Notes, Source
 
 T = TypeVar("T")
 
@@ -49,6 +49,18 @@ def _seen(task: asyncio.Task[SyncStats]) -> None:
 class Reading(NamedTuple):
     version: int
     seconds: float  # its deadline if that is longer than a publisher's, as for a replica that has just started; else 0
+
+
+class ControllerLink(Protocol):
+    """The controller's part of the links by which trainer ranks send publications to replicas."""
+
+    def notes(self, replicas: Collection[Replica], trainers: int) -> Notes:
+        """Return how the next publication is sent from this number of trainer ranks. Without notes it is read."""
+        ...
+
+    def pulled(self, notes: Notes, cost: SyncStats) -> str:
+        """Take note of a pull that had these notes. Return a warning if not all that was sent has arrived."""
+        ...
 
 
 class Slots:
@@ -128,8 +140,7 @@ class WeightSync:
         self._clock = clock
         self._slots = Slots()
         self._serial = 0  # counts the publications begun
-        self._roster: Roster | None = None  # receivers of broadcasts; None: there are none, or one failed
-        self._epoch = 0  # the last roster's
+        self._link: ControllerLink | None = None  # None: replicas read every publication
         self._newest: Publication | None = None
         self._sources: list[list[Source]] | None = None  # by tensor-parallel rank; None: no trainers to read from
         self._lost = asyncio.Event()  # set while there are none
@@ -167,7 +178,8 @@ class WeightSync:
         self._seconds = config.comm.train_timeout_seconds
         async with self._pulling:
             transports = Counter(await self._generators.connect(sources, sync))
-            self._roster = None
+            make = part("notes of publications")
+            self._link = make() if make else None
             self._sources = sources
             self._lost.clear()
         names = transports if len(transports) == 1 else (f"{name} x {n}" for name, n in transports.items())
@@ -252,19 +264,12 @@ class WeightSync:
             slot = 1 - self._newest.slot if self._newest else 0
             await self._slots.free(slot, self._seconds)
             self._serial += 1
-            roster = None if again else self._renewed()
-            published = await self._trainers.publish(version, slot, self._serial, again, roster)
+            notes = NO_NOTES
+            if self._link is not None and not again:
+                notes = self._link.notes(self._generators.replicas.values(), self.plan.ranks)
+            published = await self._trainers.publish(version, slot, self._serial, again, notes)
             self._newest = published or self._newest
             return published
-
-    def _renewed(self) -> Roster | None:
-        """Return whom the next broadcast reaches: as before, or another roster if a replica joined or a broadcast
-        failed."""
-        receivers = self._generators.receivers()
-        if receivers and (self._roster is None or self._roster.replicas != receivers):
-            self._epoch += 1
-            self._roster = Roster(self._epoch, receivers)
-        return self._roster if receivers else None
 
     async def pull(self, publication: Publication) -> SyncStats:
         """Make every generator serve a publication; one publication after the other. For a replica that refuses it, it
@@ -281,16 +286,12 @@ class WeightSync:
     async def _pull(self, publication: Publication, *, forgives: bool = False) -> SyncStats:
         lease = partial(self._slots.reading, publication)
         with span("pull", lane="pull", version=publication.version):
-            manifests, roster = self._manifests(publication), publication.roster
-            cost = await self._generators.pull(publication.version, manifests, lease, forgives=forgives, roster=roster)
-            if cost.fell_back or (roster and not roster.names <= set(cost.engines)):
-                self._roster = None  # the next publication makes its groups anew
-            for reason in cost.fell_back[:1]:
-                readers = f"{len(cost.fell_back)} generator rank(s)"
-                self._warn(
-                    f"weights of step {publication.version}: {readers} read them one-sided, as their broadcast failed; "
-                    f"{reason}"
-                )
+            manifests, notes = self._manifests(publication), publication.notes
+            cost = await self._generators.pull(
+                publication.version, manifests, lease, forgives=forgives, notes=notes.replicas
+            )
+            if self._link is not None and notes.replicas and (failure := self._link.pulled(notes, cost)):
+                self._warn(f"weights of step {publication.version}: {failure}")
             return cost
 
     async def sync(self, version: int) -> SyncStats:

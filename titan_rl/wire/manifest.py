@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_plan import Copy
-from titan_rl.wire.weight_source import HashKind
+from titan_rl.wire.weight_source import NO_NOTES, HashKind, Notes
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ class Publication:
     slot: int
     manifests: list[dict[int, Manifest]]  # by trainer rank, then by reader
     seconds: float  # to pack, on the slowest rank
-    roster: Roster | None = None  # whom the trainers broadcast it to
+    notes: Notes = NO_NOTES  # how it is sent
 
     def of(self, reader: int) -> list[Manifest]:
         """Return the manifests of the runs that a reader reads, in the order of the trainer ranks."""

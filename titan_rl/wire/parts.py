@@ -11,6 +11,8 @@ from typing import Any
 
 PARTS = {
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
+    "broadcasts of readers": "ext.broadcast.ranks.broadcast:Receiver",
+    "broadcasts of trainers": "ext.broadcast.ranks.broadcast:Sender",
     "checks of policies": "ext.policies.checks:judged_policies",
     "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
     "control": "ext.control.steering:steered",
@@ -20,9 +22,12 @@ PARTS = {
     "folders of policies": "ext.policies.planning:settle_policies",
     "games": "ext.agents.games:GAMES",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
+    "links of readers": "ext.remote_weights.ranks.remote_links:RemoteReads",
+    "links of trainers": "ext.remote_weights.ranks.remote_links:RegisteredRuns",
     "losses of pairs": "ext.preference.ranks.objectives:preference",
     "losses of reward models": "ext.preference.ranks.objectives:reward",
     "openings of environments": "ext.agents.openings:openings",
+    "notes of publications": "ext.broadcast.rosters:Rosters",
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",

@@ -4,15 +4,12 @@ An offer goes from its trainer rank to the controller, which adds the plan's par
 The controller must not import torch for it: that would take it 1.2 CPU seconds while every mesh waits.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from titan_rl.config.choices import BYTES
 from titan_rl.wire.weight_plan import Copy
-
-if TYPE_CHECKING:
-    from monarch.rdma import RDMABuffer
-
 
 SLOTS = 2
 """Slots of staging memory: a version is packed into one while the other is read."""
@@ -32,14 +29,6 @@ def one_sided(backend: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    """A reader's run, registered for one-sided reads."""
-
-    stamps: "RDMABuffer"
-    slices: "tuple[list[RDMABuffer], ...]"  # by slot: consecutive parts of the run
-
-
-@dataclass(frozen=True, slots=True)
 class Offer:
     """Where one reader finds its run."""
 
@@ -50,9 +39,8 @@ class Offer:
     starts: tuple[int, ...]  # by slot: the run's first byte
     nbytes: int  # size of the run
     layout: int  # hash of the run's layout, see manifest.layout()
-    registered: Registered | None  # None: no reader is remote
+    link: Any  # from a link's trainer half to its reader half; None: no reader is remote
     kind: HashKind = "xxh3"  # kind of checksums in its manifests; `layout` covers it
-    meets: str = ""  # address of the store at which readers of its broadcasts meet; empty: it sends none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +78,15 @@ class Connection:
 
     transports: list[str]  # by source
     copy: HostCopy | None  # None: it maps the memory of every source
-    broadcasts: tuple[int, ...] = ()  # trainer ranks whose publications it can get by broadcast
+    senders: tuple[int, ...] = ()  # trainer ranks that can send to it, so that it need not read from them
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Messages of the controller to both ends of a link about a publication. Only the link reads them."""
+
+    trainers: Sequence[Any] = ()  # by rank; empty: none
+    replicas: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # by name, then by rank
+
+
+NO_NOTES = Notes()

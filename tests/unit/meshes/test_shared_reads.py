@@ -11,7 +11,6 @@ from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.replica import Replica
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.reports import ReaderCost
-from titan_rl.wire.rosters import Roster
 from titan_rl.wire.weight_source import Connection, HostCopy
 
 pytestmark = pytest.mark.usefixtures("no_ranks")
@@ -38,7 +37,7 @@ class Reader(FakeEngine):
         self.memory = siblings[0].inode if siblings else Reader.made
         return Connection(["a link"], HostCopy(self.where, 1, 1, self.memory))
 
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
+    async def do_fetch_weights(self, manifests: Any, timeout: float, note: Any, slot: int = 0) -> ReaderCost:
         self.events.append(f"{self.name} begins")
         await asyncio.sleep(0.01)
         if self.fails:
@@ -83,13 +82,13 @@ async def test_one_replica_of_each_host_reads_before_the_others_and_another_one_
     assert Reader.made == 2
 
 
-async def test_the_replica_that_receives_a_broadcast_is_the_first_of_its_host(tmp_path: Path) -> None:
+async def test_a_replica_to_which_weights_are_sent_is_the_first_of_its_host(tmp_path: Path) -> None:
     """Others have joined since the trainers began to send."""
     events, Reader.full, Reader.made = list[str](), set[int](), 0
     mesh = fake_mesh([Reader("x", events, name) for name in "ab"], tmp_path)
     await mesh.start()
     await mesh.connect([[]], SYNC)
-    await mesh.pull(1, [[]], roster=Roster(1, {(0, 0): ("generator1",)}))
+    await mesh.pull(1, [[]], notes={"generator1": ["a note"]})
     assert events == ["b begins", "b ends", "a begins", "a ends"]
 
 

@@ -6,76 +6,17 @@ from typing import Any
 
 import pytest
 
-from support.fake_engines import FakeEngine, fake_mesh, fake_replica
-from support.weight_layouts import TINY, hf_sizes
+from support.fake_trainers import FakeTrainers, running
+from support.weight_layouts import TINY
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.replica import Replica
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.errors import RankDied, RankFailed
+from titan_rl.wire.errors import RankDied
 from titan_rl.wire.manifest import Publication
-from titan_rl.wire.reports import ReaderCost, SyncStats
+from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import Clock
-from titan_rl.wire.weight_plan import Shard
-from titan_rl.wire.weight_source import Connection, HostCopy
 
 pytestmark = pytest.mark.usefixtures("no_ranks")
-
-
-class FakeTrainers:
-    """A mesh of one rank, which offers nothing but its generation."""
-
-    def __init__(self) -> None:
-        self.alive = 1  # the generation that can be read from; 0: none
-        self.rosters: list[Any] = []
-        self.places: Any = ()  # the readers' places, from `stage`
-
-    async def shards(self) -> list[list[Shard]]:
-        return [[Shard(name, 0, rows, 0, cols) for name, (rows, cols) in hf_sizes(TINY).items()]]
-
-    async def stage(self, copies: Any, places: Any, sync: Any) -> list[Any]:
-        self.places = places
-        return [{0: self.alive}]
-
-    async def publish(
-        self, version: int, slot: int, serial: int, again: bool = False, roster: Any = None
-    ) -> Publication:
-        self.rosters.append(roster)
-        return Publication(version, slot, [{}], 0.0, roster)
-
-
-class Reader(FakeEngine):
-    """Connects to trainers that are alive, and fails to open the memory of dead ones."""
-
-    def __init__(self, trainers: FakeTrainers) -> None:
-        super().__init__()
-        self.trainers = trainers
-        self.connects: Connection | None = None
-        self.fell_back, self.gatherings = "", list[Any]()
-
-    async def do_connect(self, sources: Any, sync: Any, siblings: Any, slot: int = 0) -> Connection:
-        if [source.offer for source in sources] != [self.trainers.alive]:
-            raise RankFailed("generator0[tp=0] failed in connect: FileNotFoundError", rank="generator0[tp=0]")
-        return self.connects or await super().do_connect(sources, sync, siblings)
-
-    async def do_fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int = 0) -> ReaderCost:
-        self.gatherings.append(gathering)
-        return ReaderCost(blocks=1, fell_back=self.fell_back)
-
-
-async def running(trainers: FakeTrainers, folder: Path) -> tuple[GeneratorMesh, WeightSync, list[Reader]]:
-    made = [Reader(trainers)]
-
-    async def make(index: int, _: bool) -> Replica:
-        made.append(Reader(trainers))
-        return fake_replica(index, made[-1], mesh._policy)
-
-    mesh = fake_mesh(made[:1], folder, make=make, max_restarts=1)
-    await mesh.start()
-    weights = WeightSync(trainers, mesh, Clock())  # type: ignore[arg-type]
-    await weights.connect(c.Config(), TINY)
-    await weights.sync(0)
-    return mesh, weights, made
 
 
 async def back(mesh: GeneratorMesh) -> None:
@@ -120,30 +61,6 @@ async def test_trainers_can_be_read_from_hosts_that_have_no_replica_yet(
     _, weights, _ = await running(trainers, tmp_path)
     await weights.connect(c.Config(hosts=hosts, weight_sync=sync), TINY)
     assert trainers.places == places
-
-
-async def test_broadcasts_reach_another_roster_after_one_has_failed(tmp_path: Path) -> None:
-    """The replica that receives them is another one then, or has another address."""
-    trainers, warnings = FakeTrainers(), list[str]()
-    mesh, weights, (reader,) = await running(trainers, tmp_path)
-    weights._warn = warnings.append
-    reader.connects = Connection(["broadcast (gloo)"], HostCopy("here", 1, 1, 1), broadcasts=(0,))
-    await weights.connect(c.Config(), TINY)
-    for failure in ("", "", "generator0[tp=0]: a socket closed", ""):
-        reader.fell_back = failure
-        await weights.sync(1)
-    assert [roster and roster.epoch for roster in trainers.rosters] == [None, 1, 1, 1, 2]
-    assert trainers.rosters[-1].replicas == {(0, 0): ("generator0",)}
-    assert [gathering and gathering.epoch for gathering in reader.gatherings] == [None, 1, 1, 1, 2]
-    (warning,) = warnings
-    assert warning.endswith("read them one-sided, as their broadcast failed; generator0[tp=0]: a socket closed")
-    publication = await weights.publish(2)
-    mesh.replicas[0].name = "generator1"  # as if the other one had died since
-    await weights.pull(publication)
-    assert reader.gatherings[-1] is None, "its group would wait for the dead one"
-    repacked = await weights.publish_again()
-    assert repacked is not None
-    assert repacked.roster is None
 
 
 async def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(

@@ -7,6 +7,7 @@ from titan_rl.config.sections import Config, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.tasks.games import GAMES
 from titan_rl.wire import parts
+from titan_rl.wire.weight_source import FORCES_LINKS
 
 Needs = Callable[[Config], bool]
 
@@ -26,12 +27,21 @@ def runs_code(config: Config) -> bool:
     return config.sandbox != SandboxSection() or any(":" in name or name == "code_tests" for name in named)
 
 
+def crosses_hosts(config: Config) -> bool:
+    """Return True if weights may go from one host to another."""
+    hosts, how = config.hosts, config.weight_sync.transport
+    apart = how == "auto" and hosts.at_addresses and hosts.number > 1
+    return config.samples_rollouts and (apart or how in FORCES_LINKS)
+
+
 NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
     ("games", "task.name", lambda config: config.task.name in GAMES),
+    ("broadcasts of trainers", "weight_sync.transport", lambda c: c.weight_sync.transport == "broadcast"),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
+    ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),

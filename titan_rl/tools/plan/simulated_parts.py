@@ -135,7 +135,7 @@ class GeneratorRank(Rank):
         return await drain(self._done, within)
 
     @verb
-    async def fetch_weights(self, manifests: Any, timeout: float, gathering: Any, slot: int) -> ReaderCost:
+    async def fetch_weights(self, manifests: Any, timeout: float, note: Any, slot: int) -> ReaderCost:
         await asyncio.sleep(self._run.rates.sync.fetch_s)
         return ReaderCost(read=self._run.rates.sync.fetch_s, blocks=1)
 
@@ -224,7 +224,7 @@ class ModelRank(Rank):
         return dict.fromkeys(copies)
 
     @verb
-    async def publish(self, version: int, slot: int, serial: int, again: bool, gathering: Any) -> tuple[Any, float]:
+    async def publish(self, version: int, slot: int, serial: int, again: bool, note: Any) -> tuple[Any, float]:
         return {}, await self._work(self._run.rates.sync.publish_s)
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import titan_rl.actors.sync.broadcast as broadcast
+import titan_rl.ext.broadcast.ranks.broadcast as broadcast
 from titan_rl.actors import meeting
-from titan_rl.actors.sync import remote_reads
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.ext.broadcast.rosters import Gathering, Roster, Seat
+from titan_rl.ext.remote_weights.ranks import remote_run
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import ReaderCost
-from titan_rl.wire.rosters import Gathering, Roster, Seat
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 
@@ -76,7 +76,7 @@ class Meshes:
             (host, r): Landing(self.live[host, r], sources[r], self.sync, f"{host}[tp={r}]") for host, r in self.live
         }
         self.serial, self.epoch = 0, 1
-        self.meets = [offers[t][0].meets for t in range(2)]
+        self.meets = [offers[t][0].link.meets for t in range(2)]
 
     def roster(self, *more: str) -> Roster:
         return Roster(self.epoch, dict.fromkeys(PAIRS, (*HOSTS, *more)))
@@ -87,7 +87,7 @@ class Meshes:
         slot = self.serial % 2
         packed = [staging.pack(self.serial, slot, self.serial) for staging in self.staging]
         for t, staging in enumerate(self.staging if send else ()):
-            staging.broadcast(slot, self.serial, roster.of_trainer(t), SECONDS)
+            staging.announce(slot, self.serial, roster.of_trainer(t), SECONDS)
         return [[runs[r] for runs in packed] for r in range(2)]
 
     def pull(self, manifests: list[list[Manifest]], roster: Roster | None) -> list[ReaderCost]:
@@ -110,7 +110,7 @@ class Meshes:
 @pytest.fixture(autouse=True)
 def one_sided_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch.rdma.RDMABuffer", Slice)
-    monkeypatch.setattr(remote_reads, "_reads", Reads)
+    monkeypatch.setattr(remote_run, "_reads", Reads)
     monkeypatch.setattr(Reads, "bytes", 0)
 
 
@@ -121,7 +121,7 @@ def test_publications_arrive_bit_for_bit_without_one_sided_reads(verify: str, de
     roster = meshes.roster()
     for landing in meshes.landings.values():
         assert landing.connection.transports == ["broadcast (gloo)"] * 2
-        assert landing.connection.broadcasts == (0, 1)
+        assert landing.connection.senders == (0, 1)
     costs = meshes.pull(meshes.publish(roster), roster)
     assert meshes.agree()
     assert {(cost.remote, cost.fell_back) for cost in costs} == {(2 * RUN, "")}
@@ -139,7 +139,7 @@ def test_a_slice_that_one_host_lacks_is_sent_to_all(monkeypatch: pytest.MonkeyPa
     meshes.pull(meshes.publish(roster), roster)
     late = meshes.landings["generator0", 1]
     late.forget()
-    for run in late._memory.runs:  # type: ignore[union-attr]
+    for run in late._link._memory.runs:  # type: ignore[union-attr]
         run.keys[:], run.octets[:] = 0, 0
     costs = meshes.pull(meshes.publish(roster), roster)
     assert meshes.agree()
@@ -209,7 +209,9 @@ def test_a_trainer_rank_that_dies_amid_a_broadcast_lets_no_reader_wait() -> None
     meshes, stores = Meshes(), [meeting.open_store() for _ in range(2)]
     roster, began = meshes.roster(), time.monotonic()
     for landing in meshes.landings.values():
-        landing._broadcasts = broadcast.Broadcasts(lambda rank: meeting.store_at(stores[rank][1], SECONDS), None)
+        landing._link._receiver._broadcasts = broadcast.Broadcasts(  # type: ignore[union-attr]
+            lambda rank: meeting.store_at(stores[rank][1], SECONDS), None
+        )
     threads = [take_part_and_go(lambda _, t=t: stores[t][0], roster.of_trainer(t))[0] for t in range(2)]
     costs = meshes.pull(meshes.publish(roster, send=False), roster)
     assert meshes.agree()
@@ -220,7 +222,7 @@ def test_a_trainer_rank_that_dies_amid_a_broadcast_lets_no_reader_wait() -> None
 
 
 def test_a_member_that_never_comes_is_named_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_rl.actors.sync.landing.MEET_SECONDS", 1.0)
+    monkeypatch.setattr("titan_rl.ext.broadcast.ranks.broadcast.MEET_SECONDS", 1.0)
     meshes = Meshes()
     roster, began = meshes.roster("absent"), time.monotonic()
     costs = meshes.pull(meshes.publish(roster), roster)

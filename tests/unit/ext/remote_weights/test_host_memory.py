@@ -15,17 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.cudart import as_on_a_gpu
-from titan_rl.actors.sync import remote_reads
-from titan_rl.actors.sync.host_memory import EMPTY, HostMemory
-from titan_rl.actors.sync.remote_reads import Remote
+from titan_rl.ext.remote_weights.ranks import remote_run
+from titan_rl.ext.remote_weights.ranks.host_memory import EMPTY, HostMemory
+from titan_rl.ext.remote_weights.ranks.remote_run import RemoteRun
+from titan_rl.ext.remote_weights.registered import Registered
 from titan_rl.wire.manifest import Manifest
-from titan_rl.wire.weight_source import HostCopy, Registered
+from titan_rl.wire.weight_source import HostCopy
 
 RUNS = [(5000, 3), (64, 1)]  # bytes and slices
 
 SIBLING = """
 import asyncio, sys
-from titan_rl.actors.sync.host_memory import HostMemory
+from titan_rl.ext.remote_weights.ranks.host_memory import HostMemory
 from titan_rl.wire.weight_source import HostCopy
 
 async def hold():
@@ -184,7 +185,7 @@ class FakeTrainer:
         return Manifest.of(self.serial, self.serial, slot, 1, sums)
 
 
-def fetch(remote: Remote, manifest: Manifest, blocks: list[int], **again: bool) -> None:
+def fetch(remote: RemoteRun, manifest: Manifest, blocks: list[int], **again: bool) -> None:
     asyncio.run(remote.fetch_blocks(manifest, blocks, 1, **again))
 
 
@@ -203,10 +204,10 @@ def test_a_slice_is_read_once_for_all_readers(
     delta: bool, wants: list[tuple[list[int], list[tuple[int, set[int]]]]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_reads, "_reads", Read)
+        patch.setattr(remote_run, "_reads", Read)
         trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
         memories = [made, *(HostMemory([(160, 4)], 7, [made.copy]) for _ in range(2))]
-        readers = [Remote(trainer.registered, memory.runs[0], BLOCKS, delta=delta) for memory in memories]
+        readers = [RemoteRun(trainer.registered, memory.runs[0], BLOCKS, delta=delta) for memory in memories]
         for changed, asked in wants:
             for i in changed:
                 trainer.weights[i] += 1
@@ -223,11 +224,11 @@ def test_a_slice_is_read_once_for_all_readers(
 
 
 def test_what_another_publication_brought_is_not_fetched_again_under_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_reads, "_reads", Read)
+    monkeypatch.setattr(remote_run, "_reads", Read)
     for delta in (True, False):
         trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
         mapped = HostMemory([(160, 4)], 7, [made.copy])
-        old, new = (Remote(trainer.registered, memory.runs[0], BLOCKS, delta=delta) for memory in (made, mapped))
+        old, new = (RemoteRun(trainer.registered, memory.runs[0], BLOCKS, delta=delta) for memory in (made, mapped))
         fetch(old, trainer.publish(), [0, 1, 2, 3, 4])
         trainer.weights[70] += 1  # block 3, in slices 1 and 2
         manifest = trainer.publish()
@@ -238,10 +239,10 @@ def test_what_another_publication_brought_is_not_fetched_again_under_delta(monke
 
 
 def test_a_slot_with_another_publication_is_told_and_leaves_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_reads, "_reads", Read)
+    monkeypatch.setattr(remote_run, "_reads", Read)
     trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
     first, second = (
-        Remote(trainer.registered, memory.runs[0], BLOCKS, delta=False)
+        RemoteRun(trainer.registered, memory.runs[0], BLOCKS, delta=False)
         for memory in (made, HostMemory([(160, 4)], 7, [made.copy]))
     )
     manifest = trainer.publish()

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_rl.actors.sync.host_memory import EMPTY, HeldRun, Words
+from titan_rl.actors.sync.transport import Transport
+from titan_rl.ext.remote_weights.ranks.host_memory import EMPTY, HeldRun, Words
+from titan_rl.ext.remote_weights.registered import Registered
 from titan_rl.wire.manifest import Manifest, checksum
-from titan_rl.wire.weight_source import SLOTS, Registered, one_sided
+from titan_rl.wire.weight_source import SLOTS, one_sided
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMAAction, RDMABuffer
 
 
-class Remote:
+class RemoteRun(Transport):
     """Reads of a run's slices, all in flight together."""
 
     def __init__(
@@ -27,12 +29,12 @@ class Remote:
         blocks: Sequence[tuple[int, int]],
         *,
         delta: bool,
-        way: str = "",
+        name: str = "",
     ) -> None:
         """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums count as equal
-        bytes, so that unchanged slices of an earlier publication are not fetched again. `way` names it if broadcasts
+        bytes, so that unchanged slices of an earlier publication are not fetched again. `name`: of broadcasts, if they
         come first."""
-        self.name = way or one_sided(registered.stamps.backend)
+        self.name = name or one_sided(registered.stamps.backend)
         self.received = 0  # bytes that this reader has fetched
         self._held, self._delta = host_run, delta
         sizes = [part.size() for part in registered.slices[0]]

@@ -3,9 +3,10 @@
     slot ── slice ──> buffer ── broadcast ──> buffer ──> host memory          root: trainer rank; member: reader
                       two of them, on the GPU if there is one
 
-The members fill the memory that one-sided reads would fill (host_memory.py), and nothing else differs: the slot's stamp
-follows the last slice and vouches for them, and checksums are compared as always. A group is separate from torch's
-default one, which belongs to FSDP or vLLM. Its processes meet in a store that the trainer rank opens (meeting.py).
+The members fill the memory that one-sided reads would fill (ext/remote_weights), and nothing else differs: the slot's
+stamp follows the last slice and vouches for them, and checksums are compared as always. A group is separate from
+torch's default one, which belongs to FSDP or vLLM. Its processes meet in a store that the trainer rank opens
+(meeting.py).
 
 If a process of a group fails, the connections of that group break, or the deadline passes. Its members then read
 one-sided, and the controller has the groups made anew for the next publication.
@@ -25,11 +26,14 @@ import torch
 from torch import Tensor
 
 from titan_rl.actors import meeting
-from titan_rl.wire.rosters import Gathering, Seat
+from titan_rl.ext.broadcast.rosters import Gathering, Seat
+from titan_rl.wire.manifest import Manifest
 
 if TYPE_CHECKING:
     from torch.distributed import Work
     from torch.distributed.distributed_c10d import Store
+
+    from titan_rl.ext.remote_weights.ranks.remote_run import RemoteRun
 
 BUFFERS = 2  # slices in flight
 MEET_SECONDS = 30.0  # for which a reader waits for the others of its groups: they are called at the same time
@@ -176,7 +180,8 @@ class _Group:
 class Sender:
     """Sends publications from a trainer rank in a thread, while the rank trains."""
 
-    def __init__(self, store: "Store", gpu: torch.device | None) -> None:
+    def __init__(self, gpu: torch.device | None) -> None:
+        store, self.meets = meeting.open_store()
         self._broadcasts = Broadcasts(lambda _: store, gpu, lambda: self._current != self._newest)
         self._sending = threading.Lock()
         self._newest = self._current = 0  # serials
@@ -200,6 +205,33 @@ class Sender:
                     print(f"publication {serial} was not broadcast to all: {error}", file=sys.stderr, flush=True)
 
         threading.Thread(target=send, name="broadcast", daemon=True).start()
+
+
+class Receiver:
+    """Receives the runs of trainer ranks into the memory of a reader's host."""
+
+    def __init__(self, stores: Mapping[int, str], gpu: torch.device | None) -> None:
+        """`stores` has the address of each trainer rank's store."""
+        self.name = f"broadcast ({'gloo' if gpu is None else 'NCCL'})"
+        self._broadcasts = Broadcasts(lambda rank: meeting.store_at(stores[rank], MEET_SECONDS), gpu)
+
+    def receive(
+        self, runs: "Mapping[int, tuple[RemoteRun, Manifest, list[int]]]", gathering: Gathering, seconds: float
+    ) -> None:
+        """Receive the slices that any reader of a group lacks. `runs` has the run of each trainer rank, and its blocks
+        that this reader wants."""
+        missing = {rank: run.missing(manifest, blocks) for rank, (run, manifest, blocks) in runs.items()}
+        (serial,) = {manifest.serial for _, manifest, _ in runs.values()}
+        chosen = self._broadcasts.agree(gathering, serial, missing, min(seconds, MEET_SECONDS))
+        targets = {rank: runs[rank][0].expect(runs[rank][1], parts) for rank, parts in chosen.items()}
+        self._broadcasts.move(gathering, targets, seconds)
+        for rank, parts in chosen.items():
+            run, manifest, _ = runs[rank]
+            run.arrived(manifest, parts)
+
+    def leave(self) -> None:
+        """Let no fetch in progress wait for other readers."""
+        self._broadcasts.abort()
 
 
 def _processes(store: "Store", seat: Seat, gpu: torch.device | None, seconds: timedelta) -> Any:
