@@ -4,7 +4,7 @@ hold it.
     fetch_weights -> check layout, slot and (verify = "transfer") every byte against the manifests   during sampling
     write_weights -> in place; (verify = "live") gather the parameters back and compare              between two steps
 
-An engine with quantized weights gets whole rows instead, which are quantized as they are written (row_groups.py).
+An engine with quantized weights gets whole rows instead, which are quantized as they are written (row_writer.py).
 
 A wrong block is fetched and written a second time, and then refused by name. Replicas, tensor-parallel ranks and
 restarted processes all use the same code: a Landing knows one rank's parameters and the runs that it reads.
@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
-from titan_rl.actors.sync.row_groups import RowGroups, planned_params
+from titan_rl.actors.sync.row_writer import RowWriter
 from titan_rl.actors.sync.transport import ReaderLink, Shared, Transport, is_remote
-from titan_rl.actors.vllm.vllm_params import is_quantized
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
-from titan_rl.kernels.quantize_rows import FP8
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
@@ -55,18 +53,19 @@ class Landing:
         self._sync = sync or WeightSyncSection()
         self._reader = reader
         self._adapters = any(copy.adapts for source in sources for copy in source.copies)
-        live, params = params, planned_params(params, quantization)
-        self._runs = [_Run(params, source, quantization) for source in sources]
+        self._writer: RowWriter | None = None
+        if quantization != "none":
+            self._writer = needed_part("quantized rows", "generator.quantization")(params, quantization)
+        params = self._writer.planned if self._writer else params
+        self._runs = [_Run(params, source, self._writer) for source in sources]
         self._far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
         self._link: ReaderLink | None = self._linked(siblings) if self._far else None
         linked = iter(self._link.runs if self._link else ())
         for run in self._runs:
             shared = None if run in self._far else Shared(run.source.offer, pinned=run.gpu is not None)
             run.connect(params, shared or next(linked), self._sync)
-        self._groups: RowGroups | None = None
-        if quantization != "none" and self._runs:
-            copies, runs = [run.source.copies for run in self._runs], [run.by_slot for run in self._runs]
-            self._groups = RowGroups(live, copies, runs, quantization)
+        if self._writer and self._runs:
+            self._writer.connect([run.source.copies for run in self._runs], [run.by_slot for run in self._runs])
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
@@ -106,7 +105,7 @@ class Landing:
             run.check(manifest, sums=self._sync.verify != "off" or self._sync.delta)
         self._wanted = self._changed(manifests)
         # A row is quantized whole: this host's memory must have all of it, of which only changed slices are fetched.
-        needed = self._everything if self._groups is not None else self._wanted
+        needed = self._everything if self._writer is not None else self._wanted
         fell_back = await self._fetch(manifests, needed, timeout, note=note)
         verify = await self._verify_transfer(manifests, needed, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
@@ -134,8 +133,8 @@ class Landing:
         if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
             await self._fetch(manifests, wrong, timeout, again=True)
             self._put(manifests, wrong)
-            if self._groups is not None:
-                self._refuse_quantized(manifests, self._groups)
+            if self._writer is not None:
+                self._refuse_quantized(manifests, self._writer)
             else:
                 self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
@@ -178,7 +177,7 @@ class Landing:
         note: Any = None,
     ) -> str:
         """Fetch blocks that are not mapped and that no other reader of this host has fetched; with `again`, also those
-        that one has. Return why they were not sent as the note says, or ""."""
+        that one has. Return why they were not sent despite the note, or ""."""
         each = zip(self._runs, manifests, wanted, strict=True)
         far = [(manifest, indices) for run, manifest, indices in each if run in self._far]
         fell_back = await self._link.fetch(far, timeout, again=again, note=note) if self._link else ""
@@ -188,10 +187,10 @@ class Landing:
     @torch.no_grad()
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
         try:
-            if self._groups is not None:
+            if self._writer is not None:
                 blocks = (run.blocks[i] for run, indices in zip(self._runs, wanted, strict=True) for i in indices)
-                groups = self._groups.of(copy for block in blocks for copy in block.copies)
-                self._groups.write(groups, [manifest.slot for manifest in manifests])
+                groups = self._writer.of(copy for block in blocks for copy in block.copies)
+                self._writer.write(groups, [manifest.slot for manifest in manifests])
             else:
                 for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
                     run.put(manifest.slot, indices)
@@ -221,8 +220,8 @@ class Landing:
 
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Return, by run, the blocks whose live bytes differ from the manifest, whether or not this sync wrote them."""
-        if self._groups is not None:
-            return self._unlike_fetched(manifests, self._groups)
+        if self._writer is not None:
+            return self._unlike_fetched(manifests, self._writer)
         return [
             [
                 i
@@ -232,25 +231,25 @@ class Landing:
             for run, manifest in zip(self._runs, manifests, strict=True)
         ]
 
-    def _unlike_fetched(self, manifests: Sequence[Manifest], groups: RowGroups) -> list[list[int]]:
+    def _unlike_fetched(self, manifests: Sequence[Manifest], writer: RowWriter) -> list[list[int]]:
         """Return, by run, the blocks whose fetched bytes differ from the manifest, or whose rows in the parameters are
         not the quantization of the fetched bytes."""
         damaged = self._damaged(manifests, self._everything)
-        different = {group.place for group in groups.different([manifest.slot for manifest in manifests])}
+        different = {group.place for group in writer.different([manifest.slot for manifest in manifests])}
         return [
             [
                 i
                 for i, block in enumerate(run.blocks)
-                if i in wrong or (different and any(group.place in different for group in groups.of(block.copies)))
+                if i in wrong or (different and any(group.place in different for group in writer.of(block.copies)))
             ]
             for run, wrong in zip(self._runs, map(set, damaged), strict=True)
         ]
 
-    def _refuse_quantized(self, manifests: Sequence[Manifest], groups: RowGroups) -> None:
+    def _refuse_quantized(self, manifests: Sequence[Manifest], writer: RowWriter) -> None:
         self._refuse(manifests, self._damaged(manifests, self._everything), "as transferred")
-        if different := groups.different([manifest.slot for manifest in manifests]):
+        if different := writer.different([manifest.slot for manifest in manifests]):
             raise WeightsRefused(
-                f"{self._reader}, version {manifests[0].version}: expected the {groups.quantization} quantization of "
+                f"{self._reader}, version {manifests[0].version}: expected the {writer.quantization} quantization of "
                 f"the fetched bytes in {different[0].place}, found other bytes twice; {len(different)} groups of rows "
                 "are wrong"
             )
@@ -270,10 +269,10 @@ class _Run:
 
     transport: Transport  # once connected
 
-    def __init__(self, params: Mapping[str, Tensor], source: Source, quantization: Quantization) -> None:
-        _check_fit(params, source, quantization)
+    def __init__(self, params: Mapping[str, Tensor], source: Source, writer: RowWriter | None) -> None:
+        _check_fit(params, source, writer)
         self.source = source
-        self._quantized = quantization != "none"
+        self._quantized = writer is not None
         self.gpu = gpu_of(params.values())
         dtype, kind = getattr(torch, source.dtype), kind_on(self.gpu)
         if source.offer.kind != kind:
@@ -302,7 +301,7 @@ class _Run:
         self._whole = [
             list(zip(places, (part for piece in pieces for part in parts_of(run, piece)), strict=True)) for run in runs
         ]
-        # Quantized parameters are compared with the fetched bytes, and those with the manifest (row_groups.py).
+        # Quantized parameters are compared with the fetched bytes, and those with the manifest (row_writer.py).
         live = self._parts if self._quantized else [self._places]
         hashed = {"live": live, "transfer": self._parts, "off": []}[sync.verify]
         self._checksums = [checksums_of(parts, self.gpu) for parts in hashed]
@@ -359,7 +358,7 @@ def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tenso
     return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0) for copy in copies]
 
 
-def _check_fit(params: Mapping[str, Tensor], source: Source, quantization: Quantization) -> None:
+def _check_fit(params: Mapping[str, Tensor], source: Source, writer: RowWriter | None) -> None:
     dtype = getattr(torch, source.dtype)
     if source.offer.nbytes != source.nbytes:
         raise ValueError(
@@ -375,8 +374,8 @@ def _check_fit(params: Mapping[str, Tensor], source: Source, quantization: Quant
         height, width = (param.shape[:-1].numel(), param.shape[-1]) if param.dim() > 1 else (*param.shape, 1)
         if rows > height or cols > width:
             raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
-        if quantization == "fp8" and is_quantized(copy.param):
-            if param.dtype != FP8:
-                raise ValueError(f"{copy.param}: expected {FP8} for generator.quantization, found {param.dtype}")
-        elif param.dtype != dtype:
+        stored = writer.stored(copy.param) if writer else None
+        if stored is not None and param.dtype != stored:
+            raise ValueError(f"{copy.param}: expected {stored} for generator.quantization, found {param.dtype}")
+        if stored is None and param.dtype != dtype:
             raise ValueError(f"{copy.param}: expected {source.dtype} as staged by the trainer, found {param.dtype}")

@@ -72,7 +72,7 @@ def engine(folder: Path, quantization: str, dtype: str, how: str) -> Any:
 def test_int8_rows_compute_as_a_folder_with_the_rounded_weights(dtype: str, tmp_path: Path) -> None:
     import torch
 
-    from titan_rl.kernels.quantize_rows import dequantize_rows, quantize_rows
+    from titan_rl.ext.quantization.ranks.quantize_rows import dequantize_rows, quantize_rows
 
     model = tiny_llama()
     model.save_pretrained(tmp_path / "model")

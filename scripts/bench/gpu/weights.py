@@ -17,7 +17,7 @@ from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.vllm.vllm_params import SCALE, is_quantized, param_shapes, pieces
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.kernels.quantize_rows import FP8, quantize_rows
+from titan_rl.ext.quantization.ranks.quantize_rows import FP8, quantize_rows
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Shard, WeightPlan, plan

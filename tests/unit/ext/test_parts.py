@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "links of trainers": {"weight_sync": {"transport": "rdma"}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
+    "quantized rows": {"generator": {"quantization": "int8"}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

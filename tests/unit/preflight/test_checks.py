@@ -123,18 +123,6 @@ def test_the_defaults_run() -> None:
             "parallelism.expert_parallel_degree: expected 1 for llama3, which has no experts, found 2",
         ),
         (
-            '[generator]\nquantization = "fp8"\ndtype = "float32"\n[training]\nmixed_precision_param = "bfloat16"',
-            'generator.dtype: expected "bfloat16" or "auto", because vLLM\'s fp8 kernels take no other, found',
-        ),
-        (
-            '[model]\nhidden_dim = 392\n[generator]\nquantization = "fp8"',
-            'generator.quantization: expected "none", because vLLM pads fp8 weights, a rank of which has 392 hid',
-        ),
-        (
-            '[model]\nname = "qwen3_moe"\n[generator]\nquantization = "int8"',
-            'generator.quantization: expected "none", because the experts of qwen3_moe are not quantized, found "int8"',
-        ),
-        (
             "[algorithm]\nrouting_replay = true",
             "algorithm.routing_replay: expected false, because llama3 has no experts, found true",
         ),
@@ -183,16 +171,6 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
 )
 def test_no_problem(tmp_path: Path, toml: str) -> None:
     assert problems(config(tmp_path, toml), gpus=Gpus(2 if "cuda" in toml else 0)) == []
-
-
-def test_int8_is_for_cpus(tmp_path: Path) -> None:
-    quantized = config(tmp_path, '[generator]\nquantization = "int8"')
-    assert problems(quantized) == []
-    (problem,) = problems(quantized, gpus=Gpus(2))
-    assert problem == (
-        'generator.quantization: expected "fp8" or "none", because vLLM has no int8 kernel that a sync can '
-        'write, found "int8"'
-    )
 
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:

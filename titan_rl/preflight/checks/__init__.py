@@ -28,7 +28,7 @@ from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.shapes import usable_shape
 from titan_rl.wire.gpus import NO_GPUS, Gpus
-from titan_rl.wire.parts import missing_part, part
+from titan_rl.wire.parts import missing_part, needed_part, part
 
 
 @refusing
@@ -91,7 +91,8 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     config = with_adapter_sync(config, shape, device)
     yield from model.check_dimensions(config, shape)
     yield from model.check_parallelism(config, shape)
-    yield from model.check_quantization(config, shape, device)
+    if config.generator.quantization != "none":
+        yield from needed_part("checks of quantization", "generator.quantization")(config, shape, device)
     yield from model.check_lora(config, shape)
     yield from check_adapter_sync(config, shape, device)
     yield from algorithm.check_sampling(config, shape)

@@ -23,7 +23,6 @@ from titan_rl.wire.adapters import LAYERS, adaptable, targets
 from titan_rl.wire.model_shape import BLOCKS, SCALES, ModelShape, shape_of_folder
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
-FP8_MULTIPLE = 16  # rows and columns of CUTLASS's fp8 products
 EXPERT_MULTIPLE = 8  # torch's grouped products take rows of whole 16 bytes; bfloat16 has 2
 FLOATS = ("F64", "F32", "BF16", "F16")
 MOST_NAMED = 5  # tensors of a kind that a message names
@@ -73,28 +72,6 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"{key}: expected 1 for {shape.family}, {why}, found {tp}"
     if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
         yield f"{key}: expected a divisor or a multiple of the model's n_kv_heads = {shape.n_kv_heads}, found {tp}"
-
-
-def check_quantization(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
-    """Check that vLLM's kernels take weights in 8 bits, and leave them in the order of the weight plan."""
-    wrong, g = partial(problem, config), config.generator
-    if g.quantization == "none":
-        return
-    if shape.experts:
-        yield wrong("generator.quantization", f'"none", because the experts of {shape.family} are not quantized')
-    if g.quantization == "int8" and device == "cuda":
-        yield wrong("generator.quantization", '"fp8" or "none", because vLLM has no int8 kernel that a sync can write')
-    if g.quantization != "fp8":
-        return
-    if g.dtype != "bfloat16":
-        yield wrong("generator.dtype", '"bfloat16" or "auto", because vLLM\'s fp8 kernels take no other')
-    tp = g.tensor_parallel_degree
-    queries, keys = shape.n_heads // tp * shape.head_dim, max(1, shape.n_kv_heads // tp) * shape.head_dim
-    sizes = {"dim": shape.dim, "query rows": queries, "q, k and v rows": queries + 2 * keys}
-    for what, size in (sizes | {"hidden_dim": shape.hidden_dim // tp}).items():
-        if size % FP8_MULTIPLE:
-            why = f"because vLLM pads fp8 weights, a rank of which has {size} {what}, to multiples of {FP8_MULTIPLE}"
-            yield wrong("generator.quantization", f'"none", {why}')
 
 
 def _check_experts(mesh: str, p: ParallelismSection, shape: ModelShape) -> Iterator[str]:

@@ -44,6 +44,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("quantized rows", "generator.quantization", lambda config: config.generator.quantization != "none"),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""

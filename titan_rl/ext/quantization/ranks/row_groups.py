@@ -9,20 +9,21 @@ the same rows are quantized again and compared with what the parameters hold, to
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from titan_rl.actors.sync.row_writer import RowWriter
 from titan_rl.actors.vllm.vllm_params import SCALE, is_quantized
-from titan_rl.config.choices import Quantization
-from titan_rl.kernels.quantize_rows import dequantize_rows, quantize_rows
+from titan_rl.ext.quantization.ranks.quantize_rows import FP8, dequantize_rows, quantize_rows
 from titan_rl.wire import failpoints
 from titan_rl.wire.weight_plan import Copy
 
 GROUP_BYTES = 16 << 20  # at most, of the rows that are quantized at once: in float32 they take twice as much or more
 
 
-def planned_params(live: Mapping[str, Tensor], quantization: Quantization) -> Mapping[str, Tensor]:
+def planned_params(live: Mapping[str, Tensor], quantization: Literal["fp8", "int8"]) -> Mapping[str, Tensor]:
     """Return the live parameters with the rows and columns of the weight plan: vLLM transposes fp8 weights."""
     if quantization != "fp8":
         return live
@@ -47,24 +48,22 @@ class RowGroup:
         return f"{self.param}, rows {self.rows.start} to {self.rows.stop - 1}"
 
 
-class RowGroups:
+class RowGroups(RowWriter):
     """All parameters of a reader. Those that are not quantized are copied."""
 
-    def __init__(
-        self,
-        live: Mapping[str, Tensor],
-        copies: Sequence[Iterable[Copy]],
-        runs: Sequence[Sequence[Tensor]],
-        quantization: Quantization,
-    ) -> None:
-        """`copies`: by run. `runs`: their elements, by run and slot."""
-        self._live, self._planned = live, planned_params(live, quantization)
-        self.quantization: Quantization = quantization
+    def __init__(self, live: Mapping[str, Tensor], quantization: Literal["fp8", "int8"]) -> None:
+        self._live, self.planned = live, planned_params(live, quantization)
+        self.quantization: Literal["fp8", "int8"] = quantization
+        self._groups: dict[tuple[str, int], RowGroup] = {}
+
+    def stored(self, param: str) -> torch.dtype | None:
+        return FP8 if self.quantization == "fp8" and is_quantized(param) else None
+
+    def connect(self, copies: Sequence[Iterable[Copy]], runs: Sequence[Sequence[Tensor]]) -> None:
         self._runs, self._dtype = runs, runs[0][0].dtype
         self._heights = {
-            name: max(1, GROUP_BYTES // (_width(param) * self._dtype.itemsize)) for name, param in self._planned.items()
+            name: max(1, GROUP_BYTES // (_width(param) * self._dtype.itemsize)) for name, param in self.planned.items()
         }
-        self._groups: dict[tuple[str, int], RowGroup] = {}
         for run, run_copies in enumerate(copies):
             start = 0
             for copy in run_copies:
@@ -74,7 +73,7 @@ class RowGroups:
                     start += part.elements
         for group in self._groups.values():
             found, rows = sum(copy.elements for _, _, copy in group.parts), group.rows
-            if found != (expected := (rows.stop - rows.start) * _width(self._planned[group.param])):
+            if found != (expected := (rows.stop - rows.start) * _width(self.planned[group.param])):
                 raise ValueError(f"{group.place}: expected {expected} elements from all runs, found {found}")
 
     def _cut(self, copy: Copy) -> Iterator[tuple[int, Copy]]:
@@ -110,20 +109,20 @@ class RowGroups:
 
     def _values(self, group: RowGroup, slots: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what the live tensors must hold.  # [rows, cols], and scales [rows, 1]"""
-        param, rows = self._planned[group.param], group.rows
+        param, rows = self.planned[group.param], group.rows
         weight = torch.empty(rows.stop - rows.start, _width(param), dtype=self._dtype, device=param.device)
         for run, start, copy in group.parts:
             part = self._runs[run][slots[run]][start : start + copy.elements].view(copy.rows, copy.cols)
             row0, col0 = copy.dst_row0 - rows.start, copy.dst_col0
             weight[row0 : row0 + copy.rows, col0 : col0 + copy.cols].copy_(part, non_blocking=param.is_cuda)
-        if self.quantization == "none" or not is_quantized(group.param):
+        if not is_quantized(group.param):
             return (weight,)
         codes, scale = quantize_rows(weight, self.quantization)
         return (codes, scale) if self.quantization == "fp8" else (dequantize_rows(codes, scale, weight.dtype),)
 
     def _places(self, group: RowGroup) -> tuple[Tensor, ...]:
         """Return the live tensors' rows, in the order of _values()."""
-        param = self._planned[group.param]
+        param = self.planned[group.param]
         weight = param.view(-1, _width(param))[group.rows]
         scaled = self.quantization == "fp8" and is_quantized(group.param)
         return (weight, self._live[group.param + SCALE][group.rows]) if scaled else (weight,)

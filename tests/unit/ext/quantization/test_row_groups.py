@@ -13,13 +13,13 @@ from torch import Tensor
 from support.cudart import as_on_a_gpu
 from support.shapes import TINY
 from support.weight_layouts import layout as layout_of
-from titan_rl.actors.sync import row_groups
 from titan_rl.actors.sync.landing import Landing
-from titan_rl.actors.sync.row_groups import RowGroup, RowGroups
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.vllm.vllm_params import SCALE, is_quantized, live_shapes, param_shapes, pieces, verify_complete
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.kernels.quantize_rows import dequantize_rows, quantize_rows
+from titan_rl.ext.quantization.ranks import row_groups
+from titan_rl.ext.quantization.ranks.quantize_rows import dequantize_rows, quantize_rows
+from titan_rl.ext.quantization.ranks.row_groups import RowGroup, RowGroups
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.weight_plan import plan
 from titan_rl.wire.weight_source import Source

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from titan_rl.kernels.quantize_rows import dequantize_rows, quantize_rows
+from titan_rl.ext.quantization.ranks.quantize_rows import dequantize_rows, quantize_rows
 
 QUANTIZATIONS = ("fp8", "int8")
 

@@ -3,7 +3,7 @@
     fp8     scale = max|w| / 448     code = w / scale, to the nearest float8_e4m3fn, ties to even
     int8    scale = max|w| / 127     code = w / scale, to the nearest integer, ties to even
 
-"fp8" is the arithmetic of vLLM's online quantization "fp8_per_channel", bit for bit: tests/unit/kernels compares them.
+"fp8" is the arithmetic of vLLM's online quantization "fp8_per_channel", bit for bit; tests compare them.
 A row's codes depend on the row alone, so equal rows have equal codes in every engine and every process.
 """
 
