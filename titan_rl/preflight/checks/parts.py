@@ -34,6 +34,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
