@@ -33,6 +33,7 @@ PARTS = {
     "reward code_tests": "ext.sandbox.rewards:passes_tests",
     "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
     "reward judge_group": "ext.llm_judge.llm_judge:GroupJudge",
+    "reward processes": "ext.reward_processes.reward_pool:reward_pool",
     "reward reasoning_gym": "ext.reasoning_gym.rewards:scored_by_gym",
     "row lengths": "ext.row_lengths.row_lengths:unfit_rows",
     "samples at the end": "tools.inspect.last_samples:last_samples",

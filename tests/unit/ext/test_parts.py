@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "kept batches": {"record": {"batches": 3}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
+    "reward processes": {"task": {"reward": "a_module:score"}},
     "row lengths": {"task": {"bad_rows": "drop"}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }

@@ -6,6 +6,8 @@ from typing import Any
 from titan_rl.config.sections import Config, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.tasks.games import GAMES
+from titan_rl.tasks.judging import evaluation_rubric, training_rubric
+from titan_rl.tasks.rubric import Rubric
 from titan_rl.wire import parts
 
 Needs = Callable[[Config], bool]
@@ -17,6 +19,14 @@ def tracks(config: Config) -> bool:
 
 def plays(config: Config) -> bool:
     return bool(config.rollout_code) or config.task.name in GAMES
+
+
+def calls_functions(config: Config) -> bool:
+    """Return True if answers may be judged in processes."""
+    task = config.task
+    rubrics = [training_rubric(task), evaluation_rubric(task)]
+    rubrics += [Rubric(((name, 1.0),)) for name in rewards_of_sets(config)]
+    return task.reward_workers > 0 and not all(each.simple or each.names == ["model"] for each in rubrics)
 
 
 def runs_code(config: Config) -> bool:
@@ -34,6 +44,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("reward processes", "task.reward_workers", calls_functions),
     ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
