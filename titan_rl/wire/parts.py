@@ -13,6 +13,7 @@ PARTS = {
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
     "checks of policies": "ext.policies.checks:judged_policies",
     "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
+    "context parallelism": "ext.context_parallel.ranks.context_parallel:ContextParallel",
     "control": "ext.control.steering:steered",
     "curriculum": "ext.curriculum.curriculum:Curriculum",
     "environments": "ext.agents.bring_up:environments_of",

@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "environment.name": {"environment": {"name": "a_module:Environment"}},
     "task.agent": {"task": {"agent": "a_module:run"}},
     "games": {"task": {"name": "calc"}},
+    "context parallelism": {"parallelism": {"context_parallel_degree": 2}},
     "curriculum": {"curriculum": {"solved_visits": 2}},
     "kept batches": {"record": {"batches": 3}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},

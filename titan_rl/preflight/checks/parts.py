@@ -21,6 +21,10 @@ def plays(config: Config) -> bool:
     return bool(config.rollout_code) or config.task.name in GAMES
 
 
+def shares_rows(config: Config) -> bool:
+    return any(p.context_parallel_degree > 1 for p in (config.parallelism, *config.roles.values()))
+
+
 def calls_functions(config: Config) -> bool:
     """Return True if answers may be judged in processes."""
     task = config.task
@@ -40,6 +44,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
     ("games", "task.name", lambda config: config.task.name in GAMES),
+    ("context parallelism", "parallelism.context_parallel_degree", shares_rows),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
