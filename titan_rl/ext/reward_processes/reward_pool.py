@@ -91,8 +91,6 @@ class RewardPool:
     async def verdicts(
         self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
     ) -> list[Judgement]:
-        """Return a verdict for each rollout. A row that fails is tried `attempts` times. Raise RewardUnusable if the
-        reward cannot be imported."""
         if self._unusable is not None:
             raise self._unusable
         answers = [answer_of(rollout) for rollout in rollouts]

@@ -39,14 +39,18 @@ class Part:
 class ContextParallel:
     """A part of each row, and the ranks that have the others."""
 
-    def __init__(self, mesh: DeviceMesh, multiple: int = 1) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, multiple: int) -> None:
+        self._mesh = mesh
         self._part = Part(mesh.get_local_rank(), mesh.size(), multiple)
 
     @classmethod
     def of(cls, p: ParallelismSection, device_type: str) -> "ContextParallel":
         """Return this rank's part. Every rank of the mesh calls this."""
-        return cls(group_mesh(p, device_type), multiple=p.tensor_parallel_degree)
+        cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+        ranks = np.arange(p.world_size).reshape(p.dp, cp, tp).transpose(0, 2, 1).reshape(-1, cp)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",)), multiple=tp)
 
     @property
     def count(self) -> int:
@@ -56,19 +60,17 @@ class ContextParallel:
         return cut(rows, self._part)
 
     def of_whole_rows(self, k_BPNH: torch.Tensor, v_BPNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return of_whole_rows(k_BPNH, v_BPNH, self.mesh)
+        """Gather keys and values of all parts. The backward adds up the gradients of all ranks' queries."""
+        part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], 2), self._mesh, [Shard(1)], run_check=False)
+        both_BLNH = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        k_BLNH, v_BLNH = both_BLNH.split([k_BPNH.shape[2], v_BPNH.shape[2]], 2)
+        return k_BLNH, v_BLNH
 
     def of_all_parts(self, x_BT: torch.Tensor) -> torch.Tensor:
-        return of_all_parts(x_BT, self.mesh)
-
-
-def group_mesh(p: ParallelismSection, device_type: str) -> DeviceMesh:
-    """Return the ranks that share rows with this one."""
-    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
-    ranks = np.arange(p.world_size).reshape(p.dp, cp, tp).transpose(0, 2, 1).reshape(-1, cp)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
+        """Add up what parts have of the same targets. The backward adds up nothing: all ranks of the group compute the
+        same loss."""
+        part = DTensor.from_local(x_BT, self._mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 def cut(rows: Rows, part: Part) -> PartOfRows:
@@ -111,18 +113,3 @@ def cut(rows: Rows, part: Part) -> PartOfRows:
     if routes is not None:
         routes, filled = columns(routes, padding=-1), columns(filled_places(rows))
     return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, routes, filled)
-
-
-def of_whole_rows(k_BPNH: torch.Tensor, v_BPNH: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and values of all parts. The backward adds up the gradients of all ranks' queries."""
-    part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], 2), mesh, [Shard(1)], run_check=False)
-    both_BLNH = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    k_BLNH, v_BLNH = both_BLNH.split([k_BPNH.shape[2], v_BPNH.shape[2]], 2)
-    return k_BLNH, v_BLNH
-
-
-def of_all_parts(x_BT: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Add up what parts have of the same targets, each 0 where a target is not its own. The backward
-    adds up nothing: all ranks of the group compute the same loss."""
-    part = DTensor.from_local(x_BT, mesh, [Partial()], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
