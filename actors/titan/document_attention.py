@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.tools.logging import logger
 
-from titan_rl.actors.titan.context_parallel import of_whole_rows
 from titan_rl.actors.titan.document_masks import (
     Attended,
     ClassedSegments,
@@ -25,6 +23,7 @@ from titan_rl.actors.titan.document_masks import (
     classed_masks,
     varlen_masks,
 )
+from titan_rl.actors.titan.row_parts import RowParts
 
 EXTRA = 8  # elements that heads get with sinks
 
@@ -33,7 +32,7 @@ class DocumentSDPA(VarlenAttention):
     """VarlenAttention's contract as one SDPA per class of equally long segments. Heads may have sinks: logits in the
     softmax's denominator."""
 
-    cp_mesh: DeviceMesh | None = None  # the ranks with the other parts of the rows
+    row_parts: RowParts | None = None  # this rank's, if others have parts of the same rows
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -52,8 +51,8 @@ class DocumentSDPA(VarlenAttention):
         **_: Any,
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
-        if self.cp_mesh is not None:
-            k_BLNH, v_BLNH = of_whole_rows(k_BLNH, v_BLNH, self.cp_mesh)
+        if self.row_parts is not None:
+            k_BLNH, v_BLNH = self.row_parts.of_whole_rows(k_BLNH, v_BLNH)
         outputs = list[torch.Tensor]()
         parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([shape.segments * shape.length for shape in masks.classes])
         keys = [shape.segments * shape.keys for shape in masks.classes]
@@ -101,7 +100,7 @@ class SharedVarlen(VarlenAttention):
     sliding window, to the end of the keys: a segment after a prefix sees the prefix (within the window) and, causally,
     itself."""
 
-    cp_mesh: DeviceMesh | None = None  # the ranks with the other parts of the rows
+    row_parts: RowParts | None = None  # this rank's, if others have parts of the same rows
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -122,8 +121,8 @@ class SharedVarlen(VarlenAttention):
         varlen = attention_masks.varlen
         dtype = q_BLNH.dtype
         q_BLNH, k_BLNH, v_BLNH = (x.to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
-        if self.cp_mesh is not None:
-            k_BLNH, v_BLNH = of_whole_rows(k_BLNH, v_BLNH, self.cp_mesh)
+        if self.row_parts is not None:
+            k_BLNH, v_BLNH = self.row_parts.of_whole_rows(k_BLNH, v_BLNH)
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         attended = varlen_attn(
             q_TNH,
@@ -152,15 +151,15 @@ def shared_attention(config: VarlenAttention.Config) -> SharedVarlen.Config:
     return derive(config, SharedVarlen.Config)
 
 
-def cut_rows(model: Any, mesh: DeviceMesh | None) -> None:
-    """Make the model's attention gather keys and values over `mesh`, whose ranks have parts of the same rows."""
-    if mesh is None:
+def cut_rows(model: Any, parts: RowParts | None) -> None:
+    """Make the model's attention gather the keys and values of all parts of rows."""
+    if parts is None:
         return
     for module in model.modules():
         if isinstance(module, VarlenAttention):
             if not isinstance(module, DocumentSDPA | SharedVarlen):
                 raise TypeError(f"expected an attention that can cut rows (SharedVarlen), {_replaced(module)}")
-            module.cp_mesh = mesh
+            module.row_parts = parts
 
 
 def masks_of(model: Any, attended: Attended, device: torch.device) -> Any:

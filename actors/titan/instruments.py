@@ -34,7 +34,7 @@ class Instruments:
             leaf_folder=folder,  # the critic's ranks have the policy's numbers
         ).__enter__()
         _, flops = model.spec.model.get_nparams_and_flops(model.model, config.training.seq_len)
-        parts = model.part.count if model.part else 1
+        parts = model.row_parts.count if model.row_parts else 1
         self._flops_per_token = flops / (model.dims.non_data_parallel_size * parts)
         self._compiles = model.titan.compile.enable
         self._graphs = graphs_compiled()

@@ -39,7 +39,6 @@ from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.sync.merged import Merged, whole
 from titan_rl.actors.titan import (
     compiled_blocks,
-    context_parallel,
     document_attention,
     experts,
     flash_attention,
@@ -49,8 +48,8 @@ from titan_rl.actors.titan import (
     titan_cpu,
 )
 from titan_rl.actors.titan.activation_offload import OffloadAC
-from titan_rl.actors.titan.context_parallel import Part
 from titan_rl.actors.titan.document_masks import Attended
+from titan_rl.actors.titan.row_parts import RowParts, row_parts, whole_rows
 from titan_rl.actors.titan.shard_reader import read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
@@ -79,7 +78,7 @@ class TitanConfig:
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
     # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows. To TorchTitan the ranks that share
-    # rows are further shards (see context_parallel.py).
+    # rows are further shards (see row_parts.py).
     seen = replace(parallelism, data_parallel_shard_degree=parallelism.shards, context_parallel_degree=1)
     return TitanConfig(
         parallelism=shared_keys(ParallelismConfig, seen, spmd_backend="partial_dtensor"),
@@ -159,10 +158,7 @@ class TitanModel:
         self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
-        self.cp_mesh, self.part = context_parallel.group_mesh(parallelism, self.device.type), None
-        if self.cp_mesh is not None:
-            tp = parallelism.tensor_parallel_degree
-            self.part = Part(self.cp_mesh.get_local_rank(), self.cp_mesh.size(), multiple=tp)
+        self.row_parts = row_parts(parallelism, self.device.type)
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
 
@@ -179,7 +175,7 @@ class TitanModel:
         model = sharded_model(self.spec, self.config, self.titan, self.dims)
         self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size)
         titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
-        document_attention.cut_rows(model, self.cp_mesh)
+        document_attention.cut_rows(model, self.row_parts)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
@@ -227,7 +223,7 @@ class TitanModel:
 
     def placed(self, rows: Rows) -> "DeviceRows":
         """Return rows on this rank's device, of which it computes its part."""
-        return DeviceRows.of(rows, self.device, self.part)
+        return DeviceRows.of(rows, self.device, self.row_parts)
 
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
@@ -236,17 +232,17 @@ class TitanModel:
         divergence from the teacher, if the rows have its top tokens."""
         keys = {"with_entropy_grad": with_entropy_grad, "kept": rows.kept, "teacher": rows.teacher}
         answers = self._asked(rows, temperature, **keys, beta=self.config.algorithm.distill_beta)
-        if self.cp_mesh is None:
+        if self.row_parts is None:
             return answers
-        return context_parallel.of_all_parts(torch.stack(answers), self.cp_mesh).unbind()
+        return self.row_parts.of_all_parts(torch.stack(answers)).unbind()
 
     def entries(self, rows: "DeviceRows", *, temperature: float, top: int) -> np.ndarray:
         """Return entries of N targets under the mask, each before the `top` most likely tokens, [N, 1 + top]."""
         answers = self._asked(rows, temperature, top=top)
-        if self.cp_mesh is not None and rows.own is not None:
-            own, mesh = rows.own[rows.mask > 0], self.cp_mesh
+        if self.row_parts is not None and rows.own is not None:
+            own = rows.own[rows.mask > 0]
             whole = [x.new_zeros(len(own), 1 + top).index_put((own,), x) for x in answers]
-            answers = [context_parallel.of_all_parts(x, mesh) for x in whole]
+            answers = [self.row_parts.of_all_parts(x) for x in whole]
         ids, logprobs = answers
         return entries(ids.cpu().numpy(), logprobs.cpu().numpy())
 
@@ -265,9 +261,9 @@ class TitanModel:
         """Return the value at the place of each target, [B, T] float32."""
         with self.context():
             values = self._forward(rows).flatten()[rows.places]
-        if self.cp_mesh is None or rows.own is None:
+        if self.row_parts is None or rows.own is None:
             return values
-        return context_parallel.of_all_parts(values.masked_fill(~rows.own, 0), self.cp_mesh)
+        return self.row_parts.of_all_parts(values.masked_fill(~rows.own, 0))
 
     def _forward(self, rows: "DeviceRows") -> Any:
         if self.shape.experts:  # routes count for trained tokens only
@@ -510,11 +506,11 @@ class DeviceRows:
         return counts.index_add_(0, self.places.flatten(), mask.flatten()).view(self.tokens.shape)
 
     @classmethod
-    def of(cls, rows: Rows, device: torch.device, part: Part | None = None) -> "DeviceRows":
+    def of(cls, rows: Rows, device: torch.device, parts: RowParts | None = None) -> "DeviceRows":
         def to(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        tokens, positions, own, places, attended, routes, filled = context_parallel.cut(rows, part)
+        tokens, positions, own, places, attended, routes, filled = parts.cut(rows) if parts else whole_rows(rows)
         kept = None
         if rows.kept is not None:
             sets = rows.kept if own is None else rows.kept.only(own.ravel())

@@ -205,7 +205,7 @@ class Phase:
                         if parameter.grad is not None:
                             parameter.grad.mul_(scale)
                 mesh = self._model.dims.get_optional_mesh("loss")
-                parts = self._model.part.count if self._model.part else 1
+                parts = self._model.row_parts.count if self._model.row_parts else 1
                 reduction = Reduction.of(self._statistics, batch, mesh, scale, parts=parts)
                 self._statistics = []
                 routed = take_routed(self._model.model, self._model.dims)

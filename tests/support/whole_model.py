@@ -23,7 +23,7 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()
     made.shape, made.config, made.context, made.device = shape, config, nullcontext, torch.device("cpu")
-    made.part = made.cp_mesh = None
+    made.row_parts = None
     torch.manual_seed(0)
     with torch.no_grad():
         made.model.init_weights(buffer_device=made.device)

@@ -11,8 +11,8 @@ from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherS
 from titan_rl.preflight.adapter_sync import with_adapter_sync
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.refusal import refusing
-from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.preflight.unfit_rows import first_unfit, fits, unfit_rows
 from titan_rl.record.lines import must_write
 from titan_rl.record.missing_records import Recorded
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume

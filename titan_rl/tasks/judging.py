@@ -1,18 +1,18 @@
 """Chooses where a run's rewards are computed, and hands out its judges.
 
 "exact", "last_number"    in the event loop: they return at once
-any other reward          in task.reward_workers processes, or on one thread of the controller if that is 0
+any other reward          in task.reward_workers processes (the optional part reward_processes), or on one thread of the
+                          controller if that is 0
 """
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from titan_rl.config.sections import Config, TaskSection
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
-from titan_rl.tasks.reward_thread import SideThread
+from titan_rl.tasks.reward_thread import RewardThread, SideThread
 from titan_rl.tasks.rewards import BUILT_IN, Messages
-from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
-from titan_rl.wire.cores import host_memory
+from titan_rl.tasks.rubric import Rubric
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
 
 REWARD_ATTEMPTS = 2
@@ -36,65 +36,51 @@ def evaluation_rubric(task: TaskSection) -> Rubric:
     return Rubric(parts, "", tuple(task.reward_args.items()))
 
 
+class RewardCalls(Protocol):
+    """Calls the functions of rubrics, outside the event loop."""
+
+    async def verdicts(
+        self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
+    ) -> Sequence[Judgement]:
+        """Return a verdict for each rollout. A row that fails is tried `attempts` times. Raise RewardUnusable if the
+        reward cannot be imported."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class RewardJudges:
     """Judges by reward functions, in training and in evaluations. `close` ends their processes."""
 
     def __init__(self, config: Config) -> None:
-        task = config.task
-        self._seconds = task.reward_seconds or config.rollout.timeout_seconds
-        self._workers = task.reward_workers
-        memory = task.reward_memory_mb or host_memory() >> 21
-        self._thread = SideThread()
-        self._pool = RewardPool(PoolLimits(task.reward_workers, self._seconds, memory))
+        self._task = config.task
+        self._seconds = config.task.reward_seconds or config.rollout.timeout_seconds
+        self._calls: RewardCalls | None = None
 
     @property
     def parallel(self) -> int:
         """Return how many answers can be judged at the same time."""
-        return max(1, self._workers)
+        return max(1, self._task.reward_workers)
 
     def judge(self, rubric: Rubric, attempts: int = 1) -> Judge:
         """Return the judge of a rubric. An answer that fails is judged `attempts` times."""
         if rubric.simple:
             return by_rule(BUILT_IN[rubric.parts[0][0]])
-        if not self._workers:
-            return on_thread(rubric, self._seconds, self._thread, attempts)
+        calls = self._calls = self._calls or self._started()
 
-        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
-            return await self._pool.verdicts(rubric, prompt, rollouts, attempts)
+        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Judgement]:
+            return await calls.verdicts(rubric, prompt, rollouts, attempts)
 
         return judge
 
+    def _started(self) -> RewardCalls:
+        if not self._task.reward_workers:
+            return RewardThread(self._seconds)
+        return needed_part("reward processes", "task.reward_workers")(self._task, self._seconds)
+
     async def close(self) -> None:
-        await self._pool.close()
-
-
-def on_thread(rubric: Rubric, seconds: float | None, thread: SideThread, attempts: int = 1) -> Judge:
-    """Judge on a thread, one group at a time. A function that hangs fails its group, and a thread cannot be killed."""
-    scorer: Scorer | None = None
-
-    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
-        answers = [answer_of(rollout) for rollout in rollouts]
-
-        def verdicts() -> list[Judgement]:
-            nonlocal scorer
-            try:
-                scorer = scorer or Scorer(rubric)
-            except Exception as error:
-                raise RewardUnusable(rubric, f"{type(error).__name__}: {error}") from None
-            found, left = dict[int, Judgement](), list(range(len(answers)))
-            for _ in range(attempts):
-                found |= scorer.verdicts(prompt, answers, left, seconds=seconds)
-                left = [row for row in left if math.isnan(found[row].reward)]
-            return [found[row] for row in range(len(answers))]
-
-        nonlocal scorer
-        try:
-            return await thread.run(verdicts, seconds)
-        except TimeoutError:
-            scorer = None  # its thread is still in it
-            raise
-
-    return judge
+        if self._calls is not None:
+            await self._calls.close()
 
 
 def by_rule(

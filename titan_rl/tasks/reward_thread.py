@@ -1,14 +1,18 @@
 """Calls reward functions on a thread of this process: what task.reward_workers = 0 asks for."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from titan_rl.isolation import start_outside
+from titan_rl.tasks.rewards import answer_of
+from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
 from titan_rl.wire.deadlines import deadline
+from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 T = TypeVar("T")
 Call = tuple[Future[Any], Callable[[], Any]]
@@ -49,6 +53,40 @@ class SideThread:
             finally:
                 answer.cancel()
             return answer.result()
+
+
+class RewardThread:
+    """Judges one group at a time. A function that hangs fails its group, and its thread cannot be killed."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds  # deadline of a group
+        self._thread = SideThread()
+        self._scorers: dict[Rubric, Scorer] = {}
+
+    async def verdicts(
+        self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
+    ) -> list[Judgement]:
+        answers = [answer_of(rollout) for rollout in rollouts]
+
+        def judged() -> list[Judgement]:
+            try:
+                scorer = self._scorers[rubric] = self._scorers.get(rubric) or Scorer(rubric)
+            except Exception as error:
+                raise RewardUnusable(rubric, f"{type(error).__name__}: {error}") from None
+            found, left = dict[int, Judgement](), list(range(len(answers)))
+            for _ in range(attempts):
+                found |= scorer.verdicts(prompt, answers, left, seconds=self._seconds)
+                left = [row for row in left if math.isnan(found[row].reward)]
+            return [found[row] for row in range(len(answers))]
+
+        try:
+            return await self._thread.run(judged, self._seconds)
+        except TimeoutError:
+            self._scorers.pop(rubric, None)  # its thread is still in it
+            raise
+
+    async def close(self) -> None:
+        """Nothing is held: a thread that still runs ends with the process."""
 
 
 def _serve(calls: "SimpleQueue[Call | None]") -> None:

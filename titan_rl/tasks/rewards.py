@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from titan_rl.config.toml import did_you_mean
 from titan_rl.wire.parts import module_named
-from titan_rl.wire.types import Prompt
+from titan_rl.wire.types import Prompt, Rollout
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 
@@ -39,6 +39,13 @@ class Answered(NamedTuple):
     tokens: Sequence[int] = ()
     version: int = 0  # the policy's that sampled it
     messages: Messages = ()  # that a rollout of several turns recorded
+
+
+def answer_of(rollout: Rollout) -> Answered:
+    turns = rollout.turns
+    completion = turns[-1].completion if turns else None
+    versions = completion.versions if completion else ()
+    return Answered(rollout.text, completion.tokens if completion else (), max(versions, default=0), rollout.messages)
 
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.

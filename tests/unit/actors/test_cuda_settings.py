@@ -50,7 +50,7 @@ def test_offloaded_parameters_are_materialized_on_the_host_and_buffers_on_the_gp
     asked: dict[str, Any] = {}
     made = Materialized()
     model: Any = on_cuda(config)
-    model.cp_mesh = None
+    model.row_parts = None
     model.dims, model.titan = SimpleNamespace(world_size=1), titan_model.titan_config(config, ParallelismSection())
     model.spec = SimpleNamespace(
         model=SimpleNamespace(build=lambda: None), parallelize_fn=lambda _, **given: asked.update(given) or made

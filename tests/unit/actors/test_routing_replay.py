@@ -13,10 +13,10 @@ import torch
 from support.routed_rows import drawn, recorded, with_routes
 from support.shapes import TINY
 from support.whole_model import whole_model
-from titan_rl.actors.titan.context_parallel import filled_places
 from titan_rl.actors.titan.experts import Router, take_routed
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import replay_metrics
+from titan_rl.actors.titan.row_parts import filled_places
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import Config, Dtype, TrainingSection
 from titan_rl.tools.diagnosis.engine_rules import AGREEMENT

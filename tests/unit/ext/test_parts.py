@@ -35,12 +35,15 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "task.agent": {"task": {"agent": "a_module:run"}},
     "games": {"task": {"name": "calc"}},
     "broadcasts of trainers": {"weight_sync": {"transport": "broadcast"}},
+    "context parallelism": {"parallelism": {"context_parallel_degree": 2}},
     "curriculum": {"curriculum": {"solved_visits": 2}},
     "kept batches": {"record": {"batches": 3}},
     "links of trainers": {"weight_sync": {"transport": "rdma"}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
     "quantized rows": {"generator": {"quantization": "int8"}},
+    "reward processes": {"task": {"reward": "a_module:score"}},
+    "row lengths": {"task": {"bad_rows": "drop"}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import VarlenMetadata
@@ -19,9 +18,9 @@ from torchtitan.tools.utils import set_default_dtype
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.actors.titan import document_attention, experts, lora
 from titan_rl.actors.titan.activation_offload import OffloadAC
-from titan_rl.actors.titan.context_parallel import Part, cut, group_mesh
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
+from titan_rl.ext.context_parallel.ranks.context_parallel import ContextParallel, Part, cut
 from titan_rl.ext.run_plan.ranks.meta_model import fake_ranks
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
@@ -61,13 +60,13 @@ def counted(
     shape: ModelShape,
     layers: int,
     mode: str,
-    cp_mesh: DeviceMesh | None = None,
+    row_parts: ContextParallel | None = None,
     adapters: LoraSection | None = None,
 ) -> tuple[int, int]:
     """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward. With
-    `cp_mesh` the rank has the last part of a document."""
+    `row_parts` the rank has the last part of a document."""
     spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
-    attention = document_attention.overrides("cuda", "bfloat16") if cp_mesh else []
+    attention = document_attention.overrides("cuda", "bfloat16") if row_parts else []
     apply_overrides(OverrideConfig(imports=[*attention, *(experts.OVERRIDES if shape.experts else ())]), spec.model)
     if adapters:
         lora.add_adapters(spec, adapters, shape)
@@ -85,9 +84,9 @@ def counted(
         tracker.track_external(model)
         with tracker:
             masks: Any = VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=TOKENS, max_k=TOKENS)
-            if cp_mesh:
-                document_attention.cut_rows(model, cp_mesh)
-                masks = masks_of_last_part(model, cp_mesh.size())
+            if row_parts:
+                document_attention.cut_rows(model, row_parts)
+                masks = masks_of_last_part(model, row_parts.count)
             tokens, positions = torch.zeros(1, TOKENS, dtype=torch.long), torch.arange(TOKENS)[None]
             hidden = model(tokens, attention_masks=masks, positions=positions)
             kept = of_kind(tracker, "current", "ACT")
@@ -134,8 +133,8 @@ def test_a_part_of_a_row_keeps_the_keys_of_all_of_it(shape: ModelShape, mode: st
     config, p = Config(), ParallelismSection(context_parallel_degree=2)
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     with fake_ranks(2):
-        mesh = group_mesh(p, "cpu")
-        (one, _), (two, temporary) = counted(shape, 1, mode, mesh), counted(shape, 2, mode, mesh)
+        parts = ContextParallel.of(p, "cpu")
+        (one, _), (two, temporary) = counted(shape, 1, mode, parts), counted(shape, 2, mode, parts)
     assert two - one == TOKENS * kept_per_token(config, shape, p, mode) + uncounted(shape, mode)
     assert temporary <= TOKENS * gradients_per_token(config, shape, p)
 

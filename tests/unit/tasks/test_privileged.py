@@ -1,6 +1,5 @@
 """The teacher's samples: another prompt before the same sampled tokens, in every kind of conversation."""
 
-import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -20,14 +19,12 @@ from titan_rl.config.sections import AlgorithmSection, Config, TeacherSection
 from titan_rl.ext.agents.episodes import Step
 from titan_rl.ext.agents.play import Score
 from titan_rl.tasks.privileged import PrivilegedPrompts, aligned, exchanged, template_of
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
-from titan_rl.tasks.rubric import Rubric
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.types import Branch, Completion, Group, Judgement, Prompt, Rollout, Sample, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 SHOWN = "{prompt} {context} {prompt}"
 TOOLS: list[dict[str, Any]] = [
@@ -179,20 +176,6 @@ def test_a_reward_function_returns_feedback(function: str) -> None:
     score = value[0] if part.at_once else value
     assert (score.value, score.feedback) == (0.5, "not 4")
     assert "feedback" not in score.more
-
-
-def test_feedback_comes_from_a_reward_process() -> None:
-    rubric = Rubric(tuple((f"support.feedback_rewards:{name}", 0.5) for name in ("of_dict", "of_verl")))
-
-    async def judged() -> list[Judgement]:
-        pool = RewardPool(PoolLimits(1, 60))
-        try:
-            return await pool.verdicts(rubric, Prompt(0, "1+2=", [], "3"), [Rollout([], "4", math.nan)])
-        finally:
-            await pool.close()
-
-    (verdict,) = asyncio.run(judged())
-    assert (verdict.reward, verdict.feedback) == (0.5, "not 4\nnot 4")
 
 
 def test_an_environments_last_feedback_is_the_rollouts() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 from titan_rl.config.sections import Config, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.tasks.games import GAMES
+from titan_rl.tasks.judging import evaluation_rubric, training_rubric
+from titan_rl.tasks.rubric import Rubric
 from titan_rl.wire import parts
 from titan_rl.wire.weight_source import FORCES_LINKS
 
@@ -18,6 +20,18 @@ def tracks(config: Config) -> bool:
 
 def plays(config: Config) -> bool:
     return bool(config.rollout_code) or config.task.name in GAMES
+
+
+def shares_rows(config: Config) -> bool:
+    return any(p.context_parallel_degree > 1 for p in (config.parallelism, *config.roles.values()))
+
+
+def calls_functions(config: Config) -> bool:
+    """Return True if answers may be judged in processes."""
+    task = config.task
+    rubrics = [training_rubric(task), evaluation_rubric(task)]
+    rubrics += [Rubric(((name, 1.0),)) for name in rewards_of_sets(config)]
+    return task.reward_workers > 0 and not all(each.simple or each.names == ["model"] for each in rubrics)
 
 
 def runs_code(config: Config) -> bool:
@@ -39,12 +53,15 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
     ("games", "task.name", lambda config: config.task.name in GAMES),
     ("broadcasts of trainers", "weight_sync.transport", lambda c: c.weight_sync.transport == "broadcast"),
+    ("context parallelism", "parallelism.context_parallel_degree", shares_rows),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
     ("quantized rows", "generator.quantization", lambda config: config.generator.quantization != "none"),
+    ("reward processes", "task.reward_workers", calls_functions),
+    ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""

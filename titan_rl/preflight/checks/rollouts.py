@@ -10,7 +10,7 @@ from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.checks.task import check_callable, unnumbered
 from titan_rl.preflight.probe import untokenized
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.preflight.unfit_rows import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
 from titan_rl.tasks.examples import GYM, BadRows, Example

@@ -16,7 +16,7 @@ from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe, tools_found, untokenized
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.preflight.unfit_rows import first_unfit, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import GYM, BadRows, Example, named, read_source
 from titan_rl.tasks.games import game_of

@@ -13,7 +13,6 @@ further FSDP2 shards, and attention gathers keys and values itself.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_rl.actors.titan.document_masks import Attended
+from titan_rl.actors.titan.row_parts import PartOfRows, filled_places
 from titan_rl.config.sections import ParallelismSection
-from titan_rl.wire.types import Rows, ranges
+from titan_rl.wire.types import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +36,46 @@ class Part:
     multiple: int = 1
 
 
-class PartOfRows(NamedTuple):
-    tokens: np.ndarray  # [B, P]
-    positions: np.ndarray  # [B, P]
-    own: np.ndarray | None  # [B, T] bool: the targets that this part predicts; None: all
-    places: np.ndarray  # [B, T]: where, in the part's flattened rows; 0 if not own
-    attended: Attended
-    routes: np.ndarray | None  # [B, P, layers, K]
-    filled: np.ndarray | None  # [B, P] bool, with routes
+class ContextParallel:
+    """A part of each row, and the ranks that have the others."""
+
+    def __init__(self, mesh: DeviceMesh, multiple: int) -> None:
+        self._mesh = mesh
+        self._part = Part(mesh.get_local_rank(), mesh.size(), multiple)
+
+    @classmethod
+    def of(cls, p: ParallelismSection, device_type: str) -> "ContextParallel":
+        """Return this rank's part. Every rank of the mesh calls this."""
+        cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+        ranks = np.arange(p.world_size).reshape(p.dp, cp, tp).transpose(0, 2, 1).reshape(-1, cp)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",)), multiple=tp)
+
+    @property
+    def count(self) -> int:
+        return self._part.count
+
+    def cut(self, rows: Rows) -> PartOfRows:
+        return cut(rows, self._part)
+
+    def of_whole_rows(self, k_BPNH: torch.Tensor, v_BPNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather keys and values of all parts. The backward adds up the gradients of all ranks' queries."""
+        part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], 2), self._mesh, [Shard(1)], run_check=False)
+        both_BLNH = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        k_BLNH, v_BLNH = both_BLNH.split([k_BPNH.shape[2], v_BPNH.shape[2]], 2)
+        return k_BLNH, v_BLNH
+
+    def of_all_parts(self, x_BT: torch.Tensor) -> torch.Tensor:
+        """Add up what parts have of the same targets. The backward adds up nothing: all ranks of the group compute the
+        same loss."""
+        part = DTensor.from_local(x_BT, self._mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
-def group_mesh(p: ParallelismSection, device_type: str) -> DeviceMesh | None:
-    """Return the ranks that share rows with this one; None if it has whole rows. Every rank of the mesh calls this."""
-    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
-    if cp == 1:
-        return None
-    ranks = np.arange(p.world_size).reshape(p.dp, cp, tp).transpose(0, 2, 1).reshape(-1, cp)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
-
-
-def cut(rows: Rows, part: Part | None) -> PartOfRows:
-    """Return a part of packed rows, or with None all of them. A segment that began in an earlier part continues: its
-    queries attend to its keys from its first place on."""
-    routes, filled = rows.routes, None if rows.routes is None else filled_places(rows)
-    if part is None:
-        whole = Attended.whole(rows.segments)
-        return PartOfRows(rows.tokens, rows.positions, None, rows.places, whole, routes, filled)
+def cut(rows: Rows, part: Part) -> PartOfRows:
+    """Return a part of packed rows. A segment that began in an earlier part continues: its queries attend to its keys
+    from its first place on."""
     count, length = rows.tokens.shape
     size = -(-length // (part.count * part.multiple)) * part.multiple
     first, wide = part.index * size, part.count * size
@@ -97,29 +109,7 @@ def cut(rows: Rows, part: Part | None) -> PartOfRows:
     )
     there = np.where(own, row * size + column - first, 0)
     in_order = attended.take(np.argsort(attended.begin))  # as FlashAttention takes queries
-    if routes is not None and filled is not None:
-        routes, filled = columns(routes, padding=-1), columns(filled)
+    routes, filled = rows.routes, None
+    if routes is not None:
+        routes, filled = columns(routes, padding=-1), columns(filled_places(rows))
     return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, routes, filled)
-
-
-def filled_places(rows: Rows) -> np.ndarray:
-    """Return which places read a token of a sample, [B, L] bool. Places of shared prompts may predict no target."""
-    filled = np.zeros(rows.tokens.size, bool)
-    filled[rows.places[rows.sequences >= 0]] = True
-    filled[ranges(rows.segments[:, 2], rows.segments[:, 3])] = True
-    return filled.reshape(rows.tokens.shape)
-
-
-def of_whole_rows(k_BPNH: torch.Tensor, v_BPNH: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and values of all parts. The backward adds up the gradients of all ranks' queries."""
-    part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], 2), mesh, [Shard(1)], run_check=False)
-    both_BLNH = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    k_BLNH, v_BLNH = both_BLNH.split([k_BPNH.shape[2], v_BPNH.shape[2]], 2)
-    return k_BLNH, v_BLNH
-
-
-def of_all_parts(x_BT: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Add up what parts have of the same targets, each 0 where a target is not its own. The backward
-    adds up nothing: all ranks of the group compute the same loss."""
-    part = DTensor.from_local(x_BT, mesh, [Partial()], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])

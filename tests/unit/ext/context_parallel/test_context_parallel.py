@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from support.flash_on_cpu import flash_on_cpu
 from support.packed_rows import groups_of
-from titan_rl.actors.titan.context_parallel import Part, cut
 from titan_rl.actors.titan.document_attention import DocumentSDPA, SharedVarlen
 from titan_rl.actors.titan.document_masks import Attended, Gather, SharedMetadata, classed_masks, varlen_masks
 from titan_rl.batch.packing import pack
+from titan_rl.ext.context_parallel.ranks.context_parallel import Part, cut
 from titan_rl.wire.types import Rows, Sample
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from support.hostile_rewards import FORGED
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
-from titan_rl.tasks.reward_process import RewardProcess
+from titan_rl.ext.reward_processes.reward_pool import PoolLimits, RewardPool
+from titan_rl.ext.reward_processes.reward_process import RewardProcess
 from titan_rl.tasks.rubric import GRADER, JudgeRequest, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
@@ -316,7 +316,7 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
     """Also one whose interpreter is held, which reads no end of file, and what left its session."""
     program = """
         import asyncio, math, os
-        from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+        from titan_rl.ext.reward_processes.reward_pool import PoolLimits, RewardPool
         from titan_rl.tasks.rubric import Rubric
         from titan_rl.wire.types import Prompt, Rollout
 
@@ -331,7 +331,7 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
 
         asyncio.run(main())
     """
-    support = str(Path(__file__).parents[2])
+    support = str(Path(__file__).parents[3])
     env = {**os.environ, "PYTHONPATH": f"{Path(support).parent}:{support}"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
@@ -343,3 +343,9 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
             controller.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
+
+
+def test_feedback_comes_from_a_reward_process() -> None:
+    rubric = Rubric(tuple((f"support.feedback_rewards:{name}", 0.5) for name in ("of_dict", "of_verl")))
+    (verdict,) = pooled(PoolLimits(1, 60), lambda pool: judge(pool, ["4"], rubric))
+    assert (verdict.reward, verdict.feedback) == (0.5, "not 4\nnot 4")

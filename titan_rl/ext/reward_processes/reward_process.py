@@ -44,7 +44,8 @@ POLL_SECONDS = 0.01
 LARGEST_MESSAGE = 1 << 24  # bytes
 FASTEST_SECONDS = 1e-7  # least time per row that the pool reckons with
 PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
-PROGRAM = "import sys; sys.path[:] = {path!r}; from titan_rl.tasks import reward_worker; reward_worker.main{arguments}"
+WORKER = "titan_rl.ext.reward_processes.reward_worker"
+PROGRAM = "import sys; sys.path[:] = {path!r}; from {worker} import main; main{arguments}"
 """The worker finds modules where this process does."""
 
 
@@ -147,7 +148,7 @@ class RewardProcess:
         self._socket, theirs = socket.socketpair()
         self._stack = os.memfd_create("stack")
         arguments = (os.getpid(), theirs.fileno(), self._stack)
-        command = [sys.executable, "-P", "-c", PROGRAM.format(path=sys.path, arguments=arguments)]
+        command = [sys.executable, "-P", "-c", PROGRAM.format(path=sys.path, worker=WORKER, arguments=arguments)]
         with theirs:
             self._process = outside(
                 lambda: subprocess.Popen(
@@ -224,7 +225,7 @@ class RewardProcess:
         while time.monotonic() < until and not stack == before != b"":  # it is whole when it no longer grows
             await asyncio.sleep(POLL_SECONDS)
             before, stack = stack, os.pread(self._stack, 2**16, begin)
-        ours = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"], "<")
+        ours = (str(Path(__file__).parents[2]), sysconfig.get_paths()["stdlib"], "<")
         lines = re.findall(r'File "(.*)", line (\d+)', stack.decode(errors="replace"))
         return next((f" at {file}:{line}" for file, line in lines if not file.startswith(ours)), "")
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from titan_rl.tasks.reward_process import RewardProcess, RewardProcessLost
-from titan_rl.tasks.rewards import Answered
+from titan_rl.config.sections import TaskSection
+from titan_rl.ext.reward_processes.reward_process import RewardProcess, RewardProcessLost
+from titan_rl.tasks.rewards import Answered, answer_of
 from titan_rl.tasks.rubric import GRADER, JudgeRequest, RewardUnusable, Rubric
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 CHUNK_SECONDS = 0.05
@@ -89,8 +91,6 @@ class RewardPool:
     async def verdicts(
         self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
     ) -> list[Judgement]:
-        """Return a verdict for each rollout. A row that fails is tried `attempts` times. Raise RewardUnusable if the
-        reward cannot be imported."""
         if self._unusable is not None:
             raise self._unusable
         answers = [answer_of(rollout) for rollout in rollouts]
@@ -248,8 +248,7 @@ class RewardPool:
         return taken
 
 
-def answer_of(rollout: Rollout) -> Answered:
-    turns = rollout.turns
-    completion = turns[-1].completion if turns else None
-    versions = completion.versions if completion else ()
-    return Answered(rollout.text, completion.tokens if completion else (), max(versions, default=0), rollout.messages)
+def reward_pool(task: TaskSection, seconds: float | None) -> RewardPool:
+    """Return the pool of a task, whose calls have this deadline."""
+    memory_mb = task.reward_memory_mb or host_memory() >> 21
+    return RewardPool(PoolLimits(task.reward_workers, seconds, memory_mb))

@@ -10,6 +10,7 @@ from support.checked_configs import config, edit, rows
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.plan import prepare
 from titan_rl.run import main
+from titan_rl.wire.parts import PARTS
 
 SHORT = {"question": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}  # 5 tokens with BOS, 2 of an answer
 LONG = SHORT | {"question": "1+1=" + "+" * 24}
@@ -174,3 +175,12 @@ def test_practice_problems_are_drawn_by_the_seed(tmp_path: Path) -> None:
     assert len(set(first)) == 256
     assert len({text[:2] for text in first}) > 80
     assert practised(0) == first != practised(1)
+
+
+def test_without_the_part_no_row_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, [SHORT, LONG])
+    run = config(tmp_path, path)
+    assert any("expected a prompt of at most" in line for line in problems(run))
+    for name in ("row lengths", "lengths of endless rows"):
+        monkeypatch.setitem(PARTS, name, "ext.gone.module:load")
+    assert problems(run) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.checked_configs import config, edit, rows
-from titan_rl.preflight import length_cache, row_lengths
+from titan_rl.ext.row_lengths import length_cache, row_lengths
 from titan_rl.preflight.checks import problems
 
 GOOD = {"question": "1+1=", "answer": "2"}

@@ -5,15 +5,14 @@ examples -> lengths -> RowLength(prompt, answer, rejected) in tokens -> limits_o
 The lengths of a large data set are cached by content (length_cache.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titan_rl.config.sections import Config
-from titan_rl.preflight.length_cache import RowLength, Rows, cached, digest_of
+from titan_rl.ext.row_lengths.length_cache import RowLength, Rows, cached, digest_of
 from titan_rl.tasks.announced import announced
-from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.games import GAMES
 from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task
@@ -219,18 +218,3 @@ def fits(config: Config, task: Task, tokenizer: TextTokenizer) -> Callable[[Exam
         return not isinstance(row, str) and not any(limit.refuses(row) for limit in limits)
 
     return fit
-
-
-def other_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
-    """Return where the other unfit rows are, as far as a line can hold them."""
-    others = [examples[i].where.rpartition(":") for i in sorted(unfit)[1:MOST_NAMED] if examples[i].where]
-    files = {file for file, _, _ in others} | {examples[min(unfit)].where.rpartition(":")[0]}
-    lines = ", ".join(line if len(files) == 1 else f"{Path(file).name}:{line}" for file, _, line in others)
-    more = "" if len(unfit) <= MOST_NAMED else ", ..."
-    return f" (the others: {'line ' if len(files) == 1 else ''}{lines}{more})" if lines else ""
-
-
-def first_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
-    """Return where the first of the unfit rows is, and why it cannot be used."""
-    index = min(unfit)
-    return f"{examples[index].where or f'task {examples[index].prompt!r}'}: {unfit[index]}"
