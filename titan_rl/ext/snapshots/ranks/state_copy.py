@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_rl.actors.sync.transport import PAGE, mapped, pin
 from titan_rl.actors.titan.model import local
-from titan_rl.wire.snapshot import HEAD, KEPT, WRITING, SnapshotPart, head
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, KEPT, WRITING, head
+from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Span, span
 
 ALIGNMENT = 64  # bytes, of each tensor in a part: a cache line

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.ext.snapshots.snapshot_parts import head
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.wire.snapshot import Snapshot, head
+from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
 Fds = dict[str, tuple[int, ...]]  # file descriptors of the ranks' parts, by mesh
@@ -57,7 +58,7 @@ class LocalSnapshot:
                 os.close(fd)
 
 
-class Snapshots:
+class SnapshotStore:
     """The snapshots of a run whose trainers find this process's memory."""
 
     def __init__(self, trainers: ModelMesh, critic: ModelMesh | None, note: Callable[[str], None] = print) -> None:
