@@ -22,7 +22,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import init_optim_state
 
 from titan_rl.actors.endpoint import busy_seconds
-from titan_rl.actors.titan.copies import state_copies
+from titan_rl.actors.titan.copies import copies_of
 from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
@@ -129,7 +129,7 @@ class Phase:
         if config.checkpoint.enable and config.lora.on:
             self._checkpoints.states[MODEL] = trained
         # The same states as in a checkpoint. The manager has none where checkpoint.enable is off.
-        self._copies = state_copies(
+        self._copies = copies_of(
             {
                 MODEL: trained,
                 OPTIMIZER: self._optimizers,

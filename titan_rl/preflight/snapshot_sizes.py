@@ -7,7 +7,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.parts import part
 
 Held = tuple[int, str, int]
-"""A host, and the name and bytes of what it holds."""
+"""A host, and the name and bytes of snapshots there."""
 
 
 class SnapshotSizes:
@@ -18,7 +18,7 @@ class SnapshotSizes:
         return 0
 
     def by_host(self, mesh: str, shape: ModelShape, hosts: Sequence[int], number: int) -> Iterable[Held]:
-        """Yield what each of `number` hosts holds of a mesh whose ranks are on `hosts`."""
+        """Yield the snapshots on each of `number` hosts, of a mesh whose ranks are on `hosts`."""
         return ()
 
     def formulas(self, peers: int) -> Mapping[str, str]:

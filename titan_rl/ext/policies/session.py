@@ -27,7 +27,7 @@ from titan_rl.train.bring_up import Launch, Meshes, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
-from titan_rl.train.snapshots import NoSnapshots
+from titan_rl.train.snapshots import Snapshots
 from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop, Stops
 from titan_rl.train.weight_sync import WeightSync
@@ -110,7 +110,7 @@ async def drive(
             RunLog(folder, setup.name, config, resume_step=resume.rl, trackers=trackers, warn=terminal.warn) as log,
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,
         ):
-            snapshots = NoSnapshots()
+            snapshots = Snapshots()  # takes none
             run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth)
             report.ready(resume.rl or 0, setup.task.bad_rows)
             await Controller(run, Learner(run), resume).drive()

@@ -52,13 +52,10 @@ class MemoryOfSnapshots(SnapshotSizes):
         }
 
     def warnings(self, shape: ModelShape) -> Iterator[str]:
-        config, nbytes = self.config, 0
-        for name, p in trained_meshes(config).items():
-            trained = trained_by(config, name, shape)
-            nbytes += snapshot_bytes(trained, config.training.dtype, p.data_parallel_replicate_degree)
-        memory = host_memory()
+        nbytes, memory = sum(self.of_mesh(mesh, shape) for mesh in trained_meshes(self.config)), host_memory()
         if nbytes > memory / 2:
+            interval = self.config.fault.snapshot_interval
             yield (
-                f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {nbytes / GIB:.0f} GiB of "
-                f"the host's {memory / GIB:.0f} GiB of memory; 0 disables them"
+                f"fault.snapshot_interval = {interval}: snapshots take {nbytes / GIB:.0f} GiB of the host's "
+                f"{memory / GIB:.0f} GiB of memory; 0 disables them"
             )
