@@ -31,16 +31,16 @@ import torch
 from monarch.actor import this_host
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
-from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
+from titan_rl.ext.snapshots.peer_snapshots import PeerSnapshots
+from titan_rl.ext.snapshots.ranks.state_copy import StateCopy
+from titan_rl.ext.snapshots.snapshot_servers import SnapshotServers
+from titan_rl.ext.snapshots.snapshot_store import SnapshotStore
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host, RankPlace, worker_processes
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.peer_snapshots import PeerSnapshots
-from titan_rl.meshes.snapshot_servers import SnapshotServers
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.types import Batch, Sample
@@ -103,7 +103,7 @@ async def steps(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
     taking, copying, from_snapshot, from_disk = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         mesh = await start_mesh(model, ranks, folder)
-        snapshots = Snapshots(mesh, None)
+        snapshots = SnapshotStore(mesh, None)
         for at, (pair, taken) in enumerate(in_turn((True, False), WARM_UP + pairs)):
             packed, before = [batches(at, rows, mesh)], cpu_seconds()
             begun = await timed(snapshots.take("cold_start", at, "{}")) if taken else 0.0

@@ -13,11 +13,12 @@ from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.sinks import timeline, tracking
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.bring_up import Launch, launch, shutdown, start_snapshots
+from titan_rl.train.bring_up import Launch, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
+from titan_rl.train.snapshots import start_snapshots
 from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync

@@ -22,6 +22,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import init_optim_state
 
 from titan_rl.actors.endpoint import busy_seconds
+from titan_rl.actors.titan.copies import copies_of
 from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
@@ -31,7 +32,6 @@ from titan_rl.actors.titan.private import end_checkpoint_process
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
 from titan_rl.actors.titan.spec import adapter
-from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.actors.titan.summed_writer import SummedCheckpoints, has_state
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.wire.reports import StepStats
@@ -129,7 +129,7 @@ class Phase:
         if config.checkpoint.enable and config.lora.on:
             self._checkpoints.states[MODEL] = trained
         # The same states as in a checkpoint. The manager has none where checkpoint.enable is off.
-        self._copies = StateCopy(
+        self._copies = copies_of(
             {
                 MODEL: trained,
                 OPTIMIZER: self._optimizers,

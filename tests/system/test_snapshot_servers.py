@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.signals import stop
+from titan_rl.ext.snapshots.snapshot_parts import HEAD
+from titan_rl.ext.snapshots.snapshot_server import BLOCK, BLOCK_SECONDS
+from titan_rl.ext.snapshots.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
-from titan_rl.meshes.snapshot_server import BLOCK, BLOCK_SECONDS
-from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
-from titan_rl.wire.snapshot import HEAD
 
 SECONDS = 120.0
 SOON = BLOCK_SECONDS / 2  # a copy that waits for reads of a lost host takes longer

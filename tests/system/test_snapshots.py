@@ -25,14 +25,16 @@ from titan_rl.config.sections import (
     ParallelismSection,
     TrainingSection,
 )
+from titan_rl.ext.snapshots.sizes import snapshot_bytes
+from titan_rl.ext.snapshots.snapshot_parts import WRITING, head
+from titan_rl.ext.snapshots.snapshot_store import SnapshotStore
 from titan_rl.meshes import deaths
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.errors import RankFailed
 from titan_rl.wire.reports import StepStats
-from titan_rl.wire.snapshot import WRITING, Snapshot, head, snapshot_bytes
+from titan_rl.wire.snapshot import Snapshot
 
 ONE = ParallelismSection()
 LARGE = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2048, "n_layers": 4}  # 100 MB of state a rank of two
@@ -114,7 +116,7 @@ def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(layout: Paralleli
     async def run() -> None:
         async with trainers(moving(tmp_path, layout)) as mesh:
             assert await mesh.begin_phase("rl", 0) == (0, "{}")
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
             assert snapshots.newest() is None
             await steps(mesh, 0, 2)
             await snapshots.take("rl", 2, '{"next": 24}')
@@ -143,7 +145,7 @@ def test_a_checkpoint_that_is_written_anew_does_not_count_until_it_is_whole(tmp_
     async def run() -> None:
         async with trainers(moving(tmp_path, LAYOUTS["fsdp2"])) as mesh:
             await mesh.begin_phase("rl", 0)
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
             await snapshots.take("rl", 0, "{}")
             await steps(mesh, 0, 1)
             await mesh.save(1, "{}")
@@ -171,7 +173,7 @@ def test_a_snapshot_of_no_step_yet_changes_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         async with trainers(moving(tmp_path, ONE)) as mesh:
             await mesh.begin_phase("rl", 0)
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
             await snapshots.take("rl", 0, "{}")
             with_snapshot = await steps(mesh, 0, 2)
             await mesh.respawn()
@@ -187,7 +189,7 @@ def test_a_snapshot_holds_all_that_a_checkpoint_holds(tmp_path: Path) -> None:
             await mesh.begin_phase("rl", 0)
             await steps(mesh, 0, 1)
             await mesh.save(1, "{}")
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
             await snapshots.take("rl", 1, "{}")
             await until(lambda: snapshots.newest() is not None)
             snapshot = snapshots.newest()
@@ -213,7 +215,7 @@ def test_a_rank_killed_in_the_midst_of_a_copy_leaves_the_snapshot_before(tmp_pat
 
     async def run() -> None:
         async with both(large, tmp_path / "weights") as (policy, critic):
-            snapshots, at = Snapshots(policy, critic), 0
+            snapshots, at = SnapshotStore(policy, critic), 0
 
             async def advance() -> list[StepStats]:
                 return list(await asyncio.gather(step(policy, at), step(critic, at)))
@@ -292,7 +294,7 @@ def test_weights_are_exchanged_only_behind_the_copy(tmp_path: Path) -> None:
             await mesh.begin_phase("rl", 0)
             await mesh.export(str(tmp_path / "start"))
             await steps(mesh, 0, 1)
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
 
             async def taken(then: Callable[[], Awaitable[Any]]) -> list[bytes]:
                 snapshots.forget()
@@ -317,7 +319,7 @@ def test_a_snapshot_goes_back_to_its_own_phase_and_layout_only(tmp_path: Path) -
         async with trainers(replace(moving(tmp_path, ONE), checkpoint=CheckpointSection(enable=False))) as mesh:
             await mesh.begin_phase("cold_start", 0)
             await mesh.step([batches(samples(0), mesh)])
-            snapshots = Snapshots(mesh, None)
+            snapshots = SnapshotStore(mesh, None)
             await snapshots.take("cold_start", 1, "{}")
             await until(lambda: snapshots.newest() is not None)
             snapshot = snapshots.newest()

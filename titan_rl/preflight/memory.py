@@ -17,6 +17,7 @@ from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
+from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.wire.adapters import (
     adaptable,
     adapter_sizes,
@@ -26,10 +27,10 @@ from titan_rl.wire.adapters import (
     trained_parameters,
 )
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
-from titan_rl.wire.snapshot import TENSORS, peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
+TENSORS = 3  # per trained parameter: its value, and Adam's two moments
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 BYTES_PER_TOP_TOKEN = 64  # an id, and float32 numbers: two log-probs, what the divergence keeps, gradients
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
@@ -653,15 +654,8 @@ def host_loads(
         if arriving[home]:
             held[home]["received weights"] += arriving[home]  # once: its replicas share what one of them reads
     for name, p in trained_meshes(config).items():
-        if config.fault.snapshot_interval:
-            trained = trained_parameters(config.lora, shape) if name == "trainer" else shape.parameters
-            replicas, tensors = p.data_parallel_replicate_degree, saved_tensors(config, name)
-            whole = snapshot_bytes(trained, config.training.dtype, replicas, tensors)
-            for host in hosts[name]:
-                held[host]["snapshots"] += whole // p.world_size
-            for host in hosts[name] if config.hosts.at_addresses else ():
-                if (peer := peer_of(host, [f"machine {number}" for number in range(len(held))])) is not None:
-                    held[peer]["peers' snapshots"] += whole // p.world_size
+        for host, kind, nbytes in snapshot_sizes(config).by_host(name, shape, hosts[name], len(held)):
+            held[host][kind] += nbytes
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
                 own_states = offloaded(config, sharded[name], saved_tensors(config, name), adapters)
@@ -683,3 +677,8 @@ def offloaded(config: Config, sharded: ShardedModel, saved: int = TENSORS, adapt
 
 def trained_meshes(config: Config) -> dict[str, ParallelismSection]:
     return {"trainer": config.parallelism} | {n: r.parallelism for n, r in config.roles.items() if n == "critic"}
+
+
+def trained_by(config: Config, mesh: str, shape: ModelShape) -> int:
+    """Return the number of parameters that a mesh trains."""
+    return trained_parameters(config.lora, shape) if mesh == "trainer" else shape.parameters

@@ -9,7 +9,7 @@ from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.adapter_sync import with_adapter_sync
-from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_tensors
+from titan_rl.preflight.memory import ONE_POLICY, TENSORS, AdapterCounts, on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.unfit_rows import first_unfit, fits, unfit_rows
@@ -31,7 +31,6 @@ from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.parts import part
 from titan_rl.wire.seeds import derive, shuffled
-from titan_rl.wire.snapshot import TENSORS
 from titan_rl.wire.types import Sampling
 
 

@@ -24,14 +24,12 @@ from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
 from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import Config, LoraSection
-from titan_rl.meshes import deaths, fork_servers, snapshot_servers
+from titan_rl.meshes import deaths, fork_servers
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.replica import GeneratorPolicy
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.memory import beside_sleeping_engine
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
@@ -138,7 +136,7 @@ async def launch(
     fork_servers.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     # A host whose agent dies is lost (remote_host.py).
-    watch = Watch(tended=["generator", "environment", "agent", snapshot_servers.MESH])
+    watch = Watch(tended=["generator", "environment", "agent", "snapshots"])
     meshes: Meshes | None = None
 
     def regrow_generators() -> None:
@@ -190,21 +188,6 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
     for names in (["generators"], others) if _share_gpus(setup) else (starting,):
         meshes |= zip(names, await asyncio.gather(*(starting[name]() for name in names)), strict=True)
     return Meshes(**meshes, colocated=config.placement.kind == "colocated", on_gpus=setup.device == "cuda")
-
-
-async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, terminal: Terminal) -> Snapshots:
-    """Return the run's snapshots: in this process's memory if all trained ranks reach it, else on snapshot servers."""
-    trainers, critic = meshes.trainers, meshes.critic
-    if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
-        return Snapshots(trainers, critic, incidents.note)
-    ends = snapshot_servers.SnapshotServers(
-        meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
-    )
-    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
-    with terminal.phase("snapshots: servers"):
-        copies, how = await snapshots.start()
-    terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")
-    return snapshots
 
 
 @asynccontextmanager

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from titan_rl.config.sections import Config
 from titan_rl.meshes.faults import Watch
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.bring_up import Meshes
 from titan_rl.train.regrowth import Regrowth
+from titan_rl.train.snapshots import Snapshots
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.spans import Clock

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import os
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,11 +13,8 @@ from support.fake_engines import SETTINGS
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Memory, Shared
-from titan_rl.actors.titan import state_copy
-from titan_rl.actors.titan.state_copy import RankState, StateCopy
 from titan_rl.actors.vllm.generator import Generator
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.wire.snapshot import KEPT, SnapshotPart
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 
@@ -88,34 +84,6 @@ def test_a_pin_that_cuda_refuses_is_reported(cudart: Cudart, monkeypatch: pytest
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *registered: REGISTERED)
     with pytest.raises(RuntimeError, match="expected to pin 12288 bytes for CUDA, found cudaHostRegister error 712"):
         Memory([64], pinned=True)
-
-
-def test_snapshots_keep_the_pins_of_the_parts_in_use(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Values:
-        def state_dict(self) -> dict[str, Any]:
-            return {"w": torch.arange(5000.0)}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
-
-    files = [os.memfd_create("titan_rl test") for _ in range(RECONNECTS)]
-    parts = [SnapshotPart(f"/proc/{os.getpid()}/fd/{fd}", 1) for fd in files]
-    for part in parts:
-        copies = StateCopy({"state": Values()})
-        copies.begin(part)
-        copies.close()
-    monkeypatch.setattr(RankState, "on_gpu", True)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in cudart.held)
-    copies = StateCopy({"state": Values()})
-    for part in (*parts, *parts[-KEPT:]):
-        copies.restore(part)
-        assert 1 <= len(cudart.held) <= state_copy.KEPT
-    copies.close()
-    assert not cudart.held
-    cudart.check()
-    assert not cudart.wrong
-    for fd in files:
-        os.close(fd)
 
 
 def test_a_reader_of_the_other_kind_of_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

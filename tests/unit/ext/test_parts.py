@@ -7,7 +7,7 @@ import pytest
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks import problems
+from titan_rl.preflight.checks import checked_run, problems
 from titan_rl.preflight.checks.parts import NEEDED
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.wire.parts import PARTS, PartMissing, has_part, module_named, needed_part, part
@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "quantized rows": {"generator": {"quantization": "int8"}},
     "reward processes": {"task": {"reward": "a_module:score"}},
     "row lengths": {"task": {"bad_rows": "drop"}},
+    "fault.snapshot_interval": {"fault": {"snapshot_interval": 2}},
+    "fault.snapshot_gbps": {"fault": {"snapshot_gbps": 1.0}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""
@@ -61,6 +63,18 @@ def test_a_config_that_needs_a_missing_part_is_refused(name: str, key: str, monk
     (line,) = [line for line in problems(replace(config, **changed)) if "ext/gone" in line]
     assert line.startswith(key)
     assert line.endswith(f"expected an installation with titan_rl/ext/gone ({name}), found one without")
+
+
+def test_a_run_takes_no_snapshots_where_it_cannot_take_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--config", "grpo_llama", "--dry-run"]
+    given = checked_run(argv)
+    for name in ("snapshots", "sizes of snapshots", "copies of states"):
+        monkeypatch.setitem(PARTS, name, "ext.gone.module:load")
+    run = checked_run(argv)
+    assert (given.config.fault.snapshot_interval, run.config.fault.snapshot_interval) == (5, 0)
+    (warning,) = set(run.warnings) - set(given.warnings)
+    assert warning.startswith("fault.snapshot_interval: 0 in place of 5 ")
+    assert replace(run.config, fault=given.config.fault) == given.config
 
 
 def test_modules_are_found_by_the_names_that_earlier_configs_have() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from titan_rl.config.sections import BYTES
 from titan_rl.controller import Controller
 from titan_rl.meshes.faults import Watch
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
@@ -28,6 +27,7 @@ from titan_rl.train.bring_up import Launch, Meshes, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
+from titan_rl.train.snapshots import Snapshots
 from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop, Stops
 from titan_rl.train.weight_sync import WeightSync
@@ -100,7 +100,6 @@ async def drive(
     assert task is not None
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds, stops=stops)
     socket = Path(os.environ["TMPDIR"]) / f"control-{folder.name}"
-    snapshots = Snapshots(meshes.trainers, None, incidents.note)  # takes none
     regrowth = Regrowth(meshes.trainers, meshes.rank_places, config, incidents)
     async with (
         tracking(folder, setup.name, config, resumed=not resume.nothing, warn=terminal.warn) as trackers,
@@ -111,6 +110,7 @@ async def drive(
             RunLog(folder, setup.name, config, resume_step=resume.rl, trackers=trackers, warn=terminal.warn) as log,
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,
         ):
+            snapshots = Snapshots()  # takes none
             run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth)
             report.ready(resume.rl or 0, setup.task.bad_rows)
             await Controller(run, Learner(run), resume).drive()

@@ -13,9 +13,10 @@ from titan_rl.config.sections import BYTES, AlgorithmSection, Config, Parallelis
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
 from titan_rl.preflight.adapter_sync import with_adapter_sync
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, frozen_roles, saved_tensors, size
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, frozen_roles, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
+from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.tasks.games import GAMES
 from titan_rl.text.inspection import inspect_template, verdict
@@ -24,7 +25,6 @@ from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.routes import id_type
-from titan_rl.wire.snapshot import snapshot_bytes
 from titan_rl.wire.top_tokens import ENTRY
 from titan_rl.wire.weight_source import FORCES_LINKS
 
@@ -234,10 +234,8 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
         holds += "".join(f", {role} {size(weights // shards)}" for role in frozen_roles(config))
         average = trained * BYTES[training.dtype] // shards
         holds += f", teacher's average {size(average)}" if config.algorithm.averages else ""
-    if name in ("trainer", "critic") and config.fault.snapshot_interval:
-        replicas, tensors = p.data_parallel_replicate_degree, saved_tensors(config, name)
-        snapshot = snapshot_bytes(trained, training.dtype, replicas, tensors)
-        holds += f"; snapshots {size(snapshot)} of host memory"
+    snapshots = snapshot_sizes(config).of_mesh(name, shape)
+    holds += f"; snapshots {size(snapshots)} of host memory" if snapshots else ""
     compute = training.mixed_precision_param
     dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
     return MeshRow(name, p.world_size, layout(p), device(setup), dtype, holds)

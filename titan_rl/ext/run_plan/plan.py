@@ -6,11 +6,10 @@ from dataclasses import replace
 from titan_rl.config.sections import BYTES
 from titan_rl.ext.run_plan.describe import describe
 from titan_rl.ext.run_plan.sharding import checked_sharding
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, size
+from titan_rl.preflight.memory import TENSORS, UNKNOWN, Cut, count, size
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.plan_view import RunPlan
 from titan_rl.wire.adapters import adapter_parameters
-from titan_rl.wire.snapshot import TENSORS
 
 SHARED = ("model", "lora", "weights", "microbatch", "on a GPU")
 """Labels of a plan's facts that are the same for all policies."""

@@ -9,10 +9,10 @@ from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.memory import Cut, HostLoad, cache_bytes_per_token, count, gib, host_loads, needs, size
 from titan_rl.preflight.placement import Placement, Unplaceable, environment_host, place_again, slots_of
 from titan_rl.preflight.plan import Setup
+from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.record.plan_view import PartTable
 from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.snapshot import KEPT, TENSORS
 from titan_rl.wire.weight_source import SLOTS
 
 MOST_ROWS = 2  # for neighbouring hosts that are alike; more hosts share one row, so that a hundred stay readable
@@ -168,15 +168,11 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
 
 
 def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
-    moved = max(load.held.get("peers' snapshots", 0) for load in loads) // KEPT
-    rate = min((gbps for gbps in (config.hosts.link_gbps, config.fault.snapshot_gbps) if gbps), default=0.0)
-    seconds = f", at least {8 * moved / (rate * 1e9):.2g} s at {rate:g} Gbit/s" if rate else ""
-    tensors = TENSORS + config.algorithm.averages
+    peers = max(load.held.get("peers' snapshots", 0) for load in loads)
     formulas = {
         "staged weights": f"{SLOTS} slots x what its trainer ranks send, pinned",
         "received weights": "what its generators read from other hosts, once for all replicas",
-        "snapshots": f"{KEPT} x {tensors} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
-        "peers' snapshots": f"of another host: each snapshot moves half of it{seconds}",
+        **snapshot_sizes(config).formulas(peers),
         "offloaded states": "weights, gradients, optimizer",
         "block inputs": "of two microbatches, one per layer, each rounded up to a power of two, pinned",
     }

@@ -21,12 +21,13 @@ from titan_rl.preflight.checks import (
     rollouts,
     task,
 )
-from titan_rl.preflight.checks.parts import check_parts, checks_of_parts
+from titan_rl.preflight.checks.parts import check_parts, checks_of_parts, without_snapshots
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.shapes import usable_shape
+from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.parts import missing_part, needed_part, part
 
@@ -35,7 +36,7 @@ from titan_rl.wire.parts import missing_part, needed_part, part
 def checked_run(argv: Sequence[str], counts: AdapterCounts | None = None) -> Invocation:
     """Return the run that the arguments describe, with warnings. Exit with 2 after printing every problem. `counts`:
     a server's, instead of the config's."""
-    run = load(argv)
+    run = without_snapshots(load(argv))
     run = replace(run, adapters=counts or run.adapters)
     refused, warned = judged(run)
     if refused:
@@ -125,5 +126,5 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
         config = with_adapter_sync(config, shape, device)
         found += merge_warning(config, shape, device)
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0, counts)
-        found += machine.snapshot_warning(config, shape) if gpus.here else ()
+        found += snapshot_sizes(config).warnings(shape) if gpus.here else ()
     return found

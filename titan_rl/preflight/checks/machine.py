@@ -23,7 +23,6 @@ from titan_rl.preflight.memory import (
     needs,
     on_gpus,
     size,
-    trained_meshes,
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
@@ -32,7 +31,6 @@ from titan_rl.wire.adapters import trained_parameters
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.snapshot import snapshot_bytes
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
@@ -141,21 +139,6 @@ def _check_capacity(config: Config, shape: ModelShape | None, generators: int, p
         if (needed := replicas * state + engines + cache) > memory:
             found = f"{shape.parameters:,} parameters, which need {needed >> 30} GiB with optimizer and generators"
             yield f"[model]: expected a model that fits this host's {memory >> 30} GiB of memory, found {found}"
-
-
-def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    if config.fault.snapshot_interval == 0 or shape is None:
-        return
-    nbytes = 0
-    for name, p in trained_meshes(config).items():
-        trained = trained_parameters(config.lora, shape) if name == "trainer" else shape.parameters
-        nbytes += snapshot_bytes(trained, config.training.dtype, p.data_parallel_replicate_degree)
-    memory = host_memory()
-    if nbytes > memory / 2:
-        yield (
-            f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {nbytes / GIB:.0f} GiB of the "
-            f"host's {memory / GIB:.0f} GiB of memory; 0 disables them"
-        )
 
 
 def check_gpu_memory(

@@ -1,10 +1,12 @@
 """Checks that this installation has the optional parts that the keys need, and finds the checks of those parts."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from titan_rl.config.sections import Config, SandboxSection
+from titan_rl.config.sections import Config, FaultSection, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
+from titan_rl.preflight.load import Invocation
 from titan_rl.tasks.games import GAMES
 from titan_rl.tasks.judging import evaluation_rubric, training_rubric
 from titan_rl.tasks.rubric import Rubric
@@ -12,6 +14,7 @@ from titan_rl.wire import parts
 from titan_rl.wire.weight_source import FORCES_LINKS
 
 Needs = Callable[[Config], bool]
+SNAPSHOT_STEPS = FaultSection().snapshot_interval
 
 
 def tracks(config: Config) -> bool:
@@ -62,6 +65,8 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("quantized rows", "generator.quantization", lambda config: config.generator.quantization != "none"),
     ("reward processes", "task.reward_workers", calls_functions),
     ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
+    ("snapshots", "fault.snapshot_interval", lambda config: config.fault.snapshot_interval not in (0, SNAPSHOT_STEPS)),
+    ("snapshots", "fault.snapshot_gbps", lambda config: config.fault.snapshot_gbps > 0),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -78,6 +83,19 @@ def check_parts(config: Config) -> Iterator[str]:
     for name, key, needs in NEEDED:
         if needs(config) and not parts.has_part(name):
             yield parts.missing_part(name, key)
+
+
+def without_snapshots(run: Invocation) -> Invocation:
+    """Return a run that takes no snapshots by default if this installation takes none, with a warning."""
+    fault = run.config.fault
+    if run.policies or fault.snapshot_interval != SNAPSHOT_STEPS or parts.has_part("snapshots"):
+        return run
+    config = replace(run.config, fault=replace(fault, snapshot_interval=0))
+    warning = (
+        f"fault.snapshot_interval: 0 in place of {SNAPSHOT_STEPS} in an installation without titan_rl/ext/snapshots: a "
+        "lost trainer costs the steps since the last checkpoint"
+    )
+    return replace(run, config=config, warnings=(*run.warnings, warning))
 
 
 def checks_of_parts(config: Config) -> list[Any]:

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.ext.snapshots.snapshot_parts import head
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.wire.snapshot import Snapshot, head
+from titan_rl.train.snapshots import Snapshots
+from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
 Fds = dict[str, tuple[int, ...]]  # file descriptors of the ranks' parts, by mesh
@@ -57,7 +59,7 @@ class LocalSnapshot:
                 os.close(fd)
 
 
-class Snapshots:
+class SnapshotStore(Snapshots):
     """The snapshots of a run whose trainers find this process's memory."""
 
     def __init__(self, trainers: ModelMesh, critic: ModelMesh | None, note: Callable[[str], None] = print) -> None:
@@ -68,8 +70,6 @@ class Snapshots:
         self.nbytes: dict[str, list[int]] = {}  # bytes of one snapshot, by mesh and rank
 
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
-        """Begin a snapshot of the current state; return once all ranks have begun. No rank changes its state before its
-        copy is whole, so the next step may be started at once."""
         meshes = self._meshes(phase)
         if not all(mesh.near for mesh in meshes):  # they have moved to where they cannot reach this process's memory
             return
@@ -79,22 +79,16 @@ class Snapshots:
         await self._begin(entry, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
-        """Return the newest whole snapshot, taken before the step `before` if one is passed."""
         entry = self._newest(before)
         return entry.snapshot if entry else None
 
     def forget(self, *, but: Snapshot | None = None) -> None:
-        """Drop all snapshots, or all but the one that every mesh was restored from: later steps are undone."""
         for entry in self._entries:
             if entry.snapshot is not but:
                 entry.drop()
         self._entries = [entry for entry in self._entries if entry.snapshot is but]
 
-    async def settle(self) -> None:
-        """Return once it is certain which snapshots are whole: at once, because the parts are here."""
-
     async def bring(self) -> None:
-        """Make the newest snapshot reachable from the ranks' present hosts. Drop snapshots that they cannot reach."""
         if not all(mesh.near for mesh in self._meshes("rl")):
             self._note(
                 "there are no snapshots from here on: the trainers have moved to where they cannot reach the memory of "

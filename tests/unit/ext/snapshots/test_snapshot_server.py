@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from titan_rl.meshes.snapshot_server import IN_FLIGHT, Parts, ReadRate
-from titan_rl.wire.snapshot import HEAD, WRITING, head
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, WRITING, head
+from titan_rl.ext.snapshots.snapshot_server import IN_FLIGHT, Parts, ReadRate
 
 BLOCK = 1000  # bytes
 STATE = os.urandom(10 * BLOCK)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from titan_rl.ext.snapshots.snapshot_server import together
+from titan_rl.ext.snapshots.snapshot_servers import Place, ServerHandle, SnapshotServers
+from titan_rl.ext.snapshots.snapshot_store import SnapshotStore
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_server import together
-from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
@@ -104,7 +104,7 @@ class ServedSnapshot:
                 raise RunError(f"{', '.join(torn)} did not finish copying")
 
 
-class PeerSnapshots(Snapshots):
+class PeerSnapshots(SnapshotStore):
     """The snapshots of a run, at snapshot servers."""
 
     def __init__(

@@ -7,9 +7,10 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, WRITING
+from titan_rl.ext.snapshots.snapshot_store import SnapshotStore
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot
+from titan_rl.wire.snapshot import Snapshot
 
 
 class Ranks:
@@ -46,7 +47,7 @@ EVENTS = st.one_of(
 def test_a_whole_snapshot_stays_whole(events: list[tuple[str, Any]]) -> None:
     """Ranks finish in any order, even copies of snapshots that were dropped long ago."""
     meshes = Ranks("trainer", 2), Ranks("critic", 1)
-    snapshots, step = Snapshots(cast(ModelMesh, meshes[0]), cast(ModelMesh, meshes[1])), 0
+    snapshots, step = SnapshotStore(cast(ModelMesh, meshes[0]), cast(ModelMesh, meshes[1])), 0
     for event, what in events:
         before = snapshots.newest()
         if event == "take":
@@ -74,7 +75,7 @@ def test_a_whole_snapshot_stays_whole(events: list[tuple[str, Any]]) -> None:
 
 def test_an_older_snapshot_can_be_gone_back_to() -> None:
     policy = Ranks("trainer", 2)
-    snapshots = Snapshots(cast(ModelMesh, policy), None)
+    snapshots = SnapshotStore(cast(ModelMesh, policy), None)
     for step in (5, 10):
         asyncio.run(snapshots.take("rl", step, "{}"))
         policy.finish()
@@ -94,7 +95,7 @@ def test_an_older_snapshot_can_be_gone_back_to() -> None:
 
 def test_trainers_that_move_away_have_no_snapshots_and_a_note() -> None:
     policy, said = Ranks("trainer", 2), list[str]()
-    snapshots = Snapshots(cast(ModelMesh, policy), None, said.append)
+    snapshots = SnapshotStore(cast(ModelMesh, policy), None, said.append)
     asyncio.run(snapshots.take("rl", 5, "{}"))
     policy.finish()
     asyncio.run(snapshots.bring())

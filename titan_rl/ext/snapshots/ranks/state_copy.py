@@ -22,14 +22,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_rl.actors.sync.transport import PAGE, mapped, pin
+from titan_rl.actors.titan.copies import Copies
 from titan_rl.actors.titan.model import local
-from titan_rl.wire.snapshot import HEAD, KEPT, WRITING, SnapshotPart, head
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, KEPT, WRITING, head
+from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Span, span
 
 ALIGNMENT = 64  # bytes, of each tensor in a part: a cache line
 
 
-class StateCopy:
+class StateCopy(Copies):
     """Copies `states`, by name: what a checkpoint saves. Their tensors must not change between `begin` and `wait`."""
 
     def __init__(self, states: Mapping[str, Stateful]) -> None:
@@ -40,7 +42,6 @@ class StateCopy:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, part: SnapshotPart) -> int:
-        """Start copying into `part`; return the bytes of the tensors."""
         self.wait()
         began, state = span.now(), RankState.of(self._state_dicts())
         fd = _open(part)
@@ -57,7 +58,6 @@ class StateCopy:
         return state.nbytes
 
     def wait(self) -> None:
-        """Block until the pending copy is whole. A failed one is printed and dropped; training does not need it."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             try:
@@ -85,7 +85,6 @@ class StateCopy:
             self._states[name].load_state_dict({key: _as(live, values[key]) for key, live in state.items()})
 
     def close(self) -> None:
-        """Release the memory, after the pending copy, which may still become whole."""
         self._thread.shutdown()
         while self._mapped:
             self._release(next(iter(self._mapped)))

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.ext.snapshots.peer_snapshots import PeerSnapshots
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, WRITING, peer_of
+from titan_rl.ext.snapshots.snapshot_server import Parts
+from titan_rl.ext.snapshots.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.peer_snapshots import PeerSnapshots
-from titan_rl.meshes.snapshot_server import Parts
-from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
-from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot, peer_of
+from titan_rl.wire.snapshot import Snapshot
 
 BLOCK = 2500  # bytes: a part of one page has two blocks
 

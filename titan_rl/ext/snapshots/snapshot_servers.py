@@ -9,16 +9,16 @@ from typing import Any
 
 from monarch.actor import this_host
 
+from titan_rl.ext.snapshots.snapshot_parts import peer_of
+from titan_rl.ext.snapshots.snapshot_server import SnapshotServer
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.hosts import Host
-from titan_rl.meshes.snapshot_server import SnapshotServer
 from titan_rl.meshes.spawn import spawn
 from titan_rl.wire.cores import machine
 from titan_rl.wire.errors import RankDied
-from titan_rl.wire.snapshot import peer_of
 
-MESH = "snapshots"
+MESH = "snapshots"  # train/bring_up.py lets this extension handle its deaths
 STAMP_SECONDS = 1.0  # how long one call waits for stamps
 
 

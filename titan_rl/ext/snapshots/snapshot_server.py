@@ -26,7 +26,7 @@ import xxhash
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.endpoint import fallible, quiet_rdma
-from titan_rl.wire.snapshot import HEAD, WRITING, PartManifest, PartOffer, head
+from titan_rl.ext.snapshots.snapshot_parts import HEAD, WRITING, PartManifest, PartOffer, head
 from titan_rl.wire.weight_source import one_sided
 
 if TYPE_CHECKING:

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from titan_rl.actors.titan.state_copy import StateCopy
+from support.cudart import as_on_a_gpu
+from titan_rl.ext.snapshots.ranks import state_copy
+from titan_rl.ext.snapshots.ranks.state_copy import RankState, StateCopy
+from titan_rl.ext.snapshots.snapshot_parts import KEPT
 from titan_rl.wire.snapshot import SnapshotPart
+
+PARTS = 5
 
 
 class Values:
@@ -75,3 +80,25 @@ def test_a_snapshot_that_fails_says_so_and_is_none(part: SnapshotPart, capfd: py
     with pytest.raises(RuntimeError, match="expected snapshot 1, found the stamp 0"):
         StateCopy({"state": Values(weights=torch.ones(2), other=None)}).restore(part)
     copies.close()
+
+
+def test_snapshots_keep_the_pins_of_the_parts_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = as_on_a_gpu(monkeypatch)
+    files = [os.memfd_create("titan_rl test") for _ in range(PARTS)]
+    parts = [SnapshotPart(f"/proc/{os.getpid()}/fd/{fd}", 1) for fd in files]
+    for part in parts:
+        copies = StateCopy({"state": Values(w=torch.arange(5000.0))})
+        copies.begin(part)
+        copies.close()
+    monkeypatch.setattr(RankState, "on_gpu", True)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in cudart.held)
+    copies = StateCopy({"state": Values(w=torch.arange(5000.0))})
+    for part in (*parts, *parts[-KEPT:]):
+        copies.restore(part)
+        assert 1 <= len(cudart.held) <= state_copy.KEPT
+    copies.close()
+    assert not cudart.held
+    cudart.check()
+    assert not cudart.wrong
+    for fd in files:
+        os.close(fd)
