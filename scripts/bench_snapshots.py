@@ -35,8 +35,9 @@ from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
+from titan_rl.ext.hosts.worker_processes import worker_processes
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import Host, RankPlace, worker_processes
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.snapshot_servers import SnapshotServers

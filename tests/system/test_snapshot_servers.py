@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.signals import stop
+from titan_rl.ext.hosts.worker_processes import worker_processes
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import worker_processes
 from titan_rl.meshes.snapshot_server import BLOCK, BLOCK_SECONDS
 from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied

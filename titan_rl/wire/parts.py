@@ -18,6 +18,7 @@ PARTS = {
     "environments": "ext.agents.bring_up:environments_of",
     "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
     "folders of policies": "ext.policies.planning:settle_policies",
+    "fork servers": "ext.fork_servers.fork_servers:ForkStarter",
     "games": "ext.agents.games:GAMES",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
     "losses of pairs": "ext.preference.ranks.objectives:preference",
@@ -33,10 +34,12 @@ PARTS = {
     "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
     "reward judge_group": "ext.llm_judge.llm_judge:GroupJudge",
     "reward reasoning_gym": "ext.reasoning_gym.rewards:scored_by_gym",
+    "reachable hosts": "ext.hosts.checks:unready",
     "samples at the end": "tools.inspect.last_samples:last_samples",
     "sandbox settings": "ext.sandbox.local:configure",
     "served models": "ext.tinker.ranks.served_models:ServedModels",
     "session of policies": "ext.policies.session:session_of_policies",
+    "several hosts": "ext.hosts.host_places:joined_hosts",
     "setups of policies": "ext.policies.planning:prepared",
     "task reasoning_gym": "ext.reasoning_gym.problems:procedural",
     "tests of a row": "ext.sandbox.code_tests:row_tests",
@@ -45,6 +48,7 @@ PARTS = {
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
     "warnings of rules": "tools.diagnosis.watch:Watch",
+    "worker": "ext.hosts.host_worker:main",
 }
 """Where each part is."""
 

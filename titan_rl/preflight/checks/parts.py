@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from titan_rl.config.sections import Config, SandboxSection
+from titan_rl.config.sections import Config, LaunchSection, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.tasks.games import GAMES
 from titan_rl.wire import parts
@@ -17,6 +17,12 @@ def tracks(config: Config) -> bool:
 
 def plays(config: Config) -> bool:
     return bool(config.rollout_code) or config.task.name in GAMES
+
+
+def spans_hosts(config: Config) -> bool:
+    """Return True if a key of [hosts] is set that a run on this machine alone does not need."""
+    hosts = config.hosts
+    return hosts.kind != "local" or hosts.count > 1 or bool(hosts.addresses or hosts.ports)
 
 
 def runs_code(config: Config) -> bool:
@@ -34,6 +40,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("several hosts", "hosts.kind", spans_hosts),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -42,6 +49,8 @@ CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.agents.checks", plays),
     ("ext.sandbox.checks", runs_code),
     ("ext.trackers.checks", tracks),
+    ("tools.launch.checks", lambda config: config.launch != LaunchSection()),
+    ("ext.hosts.checks", spans_hosts),
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import HostsSection
-from titan_rl.meshes.ssh_workers import ssh_workers
+from titan_rl.ext.hosts.host_worker import listen_when_free, main
+from titan_rl.ext.hosts.ssh_workers import ssh_workers
+from titan_rl.ext.hosts.worker_address import RUN, Holder, holder_in
+from titan_rl.wire.ports import free_port
 from titan_rl.wire.program import USAGE
-from titan_rl.wire.worker_address import RUN, Holder, free_port, holder_in
-from titan_rl.worker import listen_when_free, main
 
 OTHER = """
 import socket, subprocess, sys, time
