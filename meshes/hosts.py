@@ -1,4 +1,4 @@
-"""The hosts of a run: this machine, or those that the part "several hosts" joins (titan_rl/ext/hosts).
+"""The hosts of a run: this machine, or hosts that the part "several hosts" joins (titan_rl/ext/hosts).
 
 titan_rl/train/rank_places.py assigns each mesh its place on them.
 """

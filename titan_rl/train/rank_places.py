@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
 
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config
 from titan_rl.meshes.hosts import Host, RankPlace, local_host
 from titan_rl.meshes.starter import Kind
-from titan_rl.preflight.placement import place, slots_per_host
+from titan_rl.preflight.placement import Share, place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
@@ -16,57 +15,60 @@ from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.parts import needed_part
 
 
-class RankPlaces(Protocol):
-    """Assigns each mesh of a run its place on the hosts."""
+class RankPlaces:
+    """Assigns each mesh of a run its place on the hosts: on this machine, unless a part has several hosts."""
 
-    @property
-    def hosts(self) -> Sequence[Host]: ...
-    def of_model(self, role: str) -> list[RankPlace]: ...
-    def of_environment(self, number: int) -> Host: ...
+    def __init__(self, setup: Setup, hosts: Sequence[Host]) -> None:
+        self._setup, self.hosts = setup, hosts
+        self._slots = slots_per_host(setup.config, len(visible_devices()) if setup.device == "cuda" else 0)
+        self._placement = place(setup.config, self._slots)
+        self._cores = usable_cores()
+
+    def of_model(self, role: str) -> list[RankPlace]:
+        return [self._rank_place(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
         """Return the place of a replica. One that is added during a run gets free slots. One whose last start failed
         goes `elsewhere`, if another host has room."""
-        ...
-
-    def rows(self, seconds: float = 0) -> int:
-        """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
-        `seconds` ago."""
-        ...
-
-    def leave_out(self) -> list[str]:
-        """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
-        has lost a host."""
-        ...
-
-
-class LocalPlaces:
-    """Places every rank on this machine."""
-
-    def __init__(self, setup: Setup, host: Host) -> None:
-        self._setup, self.hosts = setup, (host,)
-        self._slots = slots_on(setup)
-
-    def of_model(self, role: str) -> list[RankPlace]:
-        return [self._rank_place(role, "model")]
-
-    def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
-        return self._rank_place(f"generator{index}", "generator", index + 1)
+        name = f"generator{index}"
+        if name not in self._placement:
+            self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
+        (share,) = self._shares(name)
+        return self._rank_place(share, "generator")
 
     def of_environment(self, number: int) -> Host:
         return self.hosts[0]
 
     def rows(self, seconds: float = 0) -> int:
+        """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
+        `seconds` ago."""
         return self._setup.config.parallelism.dp
 
     def leave_out(self) -> list[str]:
+        """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
+        has lost a host."""
         return []
 
-    def _rank_place(self, mesh: str, kind: Kind, replicas: int = 0) -> RankPlace:
-        (host,) = self.hosts
-        (share,) = place(self._setup.config, self._slots, replicas)[mesh]
-        gpus = gpus_in(share.slots, visible_devices(), host) if self._setup.device == "cuda" else []
-        return RankPlace(host, len(share.slots), resources(self._setup, kind, gpus))
+    def _shares(self, mesh: str) -> Sequence[Share]:
+        return self._placement[mesh]
+
+    def _gpus(self, share: Share) -> tuple[Sequence[str], int]:
+        """Return the GPUs of a share's host, and which of them is in its slot 0."""
+        return visible_devices(), 0
+
+    def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
+        environment = resources(self._setup, kind, self._devices(share), self._cores)
+        return RankPlace(self.hosts[share.host], len(share.slots), environment)
+
+    def _devices(self, share: Share) -> list[str]:
+        """Return the GPUs of a share, in rank order."""
+        if self._setup.device != "cuda":
+            return []
+        gpus, first = self._gpus(share)
+        if len(gpus) <= first + max(share.slots):
+            name = self.hosts[share.host].name
+            raise RunError(f"{name}: expected {first + max(share.slots) + 1} GPUs, found {len(gpus)}")
+        return [gpus[first + slot] for slot in share.slots]
 
 
 def joined_places(
@@ -75,20 +77,8 @@ def joined_places(
     """Return the places of a run, on this machine or on hosts that join it. When a lost host joins again, `say` shows
     it and `back` is called."""
     if setup.config.hosts.kind == "local":
-        return nullcontext(LocalPlaces(setup, local_host()))
+        return nullcontext(RankPlaces(setup, [local_host()]))
     return needed_part("several hosts", "hosts.kind")(setup, say, back)
-
-
-def slots_on(setup: Setup) -> int:
-    """Return how many ranks a host of the run takes."""
-    return slots_per_host(setup.config, len(visible_devices()) if setup.device == "cuda" else 0)
-
-
-def gpus_in(slots: Sequence[int], gpus: Sequence[str], host: Host) -> list[str]:
-    """Return the GPUs of these slots of a host, in rank order."""
-    if len(gpus) <= max(slots):
-        raise RunError(f"{host.name}: expected {max(slots) + 1} GPUs, found {len(gpus)}")
-    return [gpus[slot] for slot in slots]
 
 
 def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int = 0) -> dict[str, str]:

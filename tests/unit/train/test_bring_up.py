@@ -18,7 +18,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.spawn import process_group
 from titan_rl.record.terminal import Terminal
 from titan_rl.train import bring_up, rank_places
-from titan_rl.train.rank_places import LocalPlaces, cuda_environment, resources
+from titan_rl.train.rank_places import RankPlaces, cuda_environment, resources
 from titan_rl.wire import gpus
 
 # In a separate process: the end of a run is the end of Monarch and of all ranks in the controller's process.
@@ -75,7 +75,7 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
     host: Any = None
-    rank_places = LocalPlaces(setup, host)
+    rank_places = RankPlaces(setup, [host])
     meshes = [] if run.placement.kind == "colocated" else rank_places.of_model("trainer")  # generators share its GPUs
     if run.samples_rollouts:
         meshes += [rank_places.of_replica(replica) for replica in range(run.generator.replicas)]
@@ -134,7 +134,7 @@ class Started:
             policies={},
         )
         nothing: Any = None
-        asyncio.run(bring_up._start(LocalPlaces(setup, nothing), setup, Terminal(), nothing))
+        asyncio.run(bring_up._start(RankPlaces(setup, [nothing]), setup, Terminal(), nothing))
 
     def model_mesh(self, host: Any, role: str, *_: Any) -> Any:
         return SimpleNamespace(start=lambda: self._note(role))

@@ -18,46 +18,35 @@ from titan_rl.ext.hosts.worker_address import address_of, split_address
 from titan_rl.ext.hosts.worker_processes import worker_processes
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host, RankPlace, local_host
-from titan_rl.meshes.starter import Kind
 from titan_rl.preflight.placement import Share, Unplaceable, environment_host, place, place_again, slots_of
 from titan_rl.preflight.plan import Setup
-from titan_rl.train.rank_places import gpus_in, resources, slots_on
-from titan_rl.wire.cores import usable_cores
+from titan_rl.train.rank_places import RankPlaces
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import visible_devices
 from titan_rl.wire.ports import free_port, port_range
 
 
-class HostPlaces:
-    """Assigns each mesh of a run its place on the `joined` hosts. A mesh that has lost a host moves to others."""
+class HostPlaces(RankPlaces):
+    """Assigns each mesh of a run its place on several hosts. A mesh that has lost a host moves to others."""
 
-    def __init__(self, setup: Setup, joined: Sequence[Host]) -> None:
-        self._setup, self.hosts = setup, joined
-        self._slots = slots_on(setup)
-        self._placement = place(setup.config, self._slots)
-        machines = {host.facts.machine: host.facts.cores for host in joined if host and host.facts}
-        self._cores = sum(machines.values()) or usable_cores()
+    def __init__(self, setup: Setup, hosts: Sequence[Host]) -> None:
+        super().__init__(setup, hosts)
+        machines = {host.facts.machine: host.facts.cores for host in hosts if host and host.facts}
+        self._cores = sum(machines.values()) or self._cores
         self._left_out = defaultdict[str, list[Host]](list)  # by mesh: hosts on which it did not start
         self._before: set[int] = set()  # hosts of the trainer before it was placed last
 
-    def of_model(self, role: str) -> list[RankPlace]:
-        return [self._rank_place(share, "model") for share in self._shares(role)]
-
     def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
-        """Return the place of a replica. One that is added during a run gets free slots. One whose last start failed
-        goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
+        """`elsewhere` is a host on which none of its starts failed, if one has room."""
         name = f"generator{index}"
-        if name not in self._placement:
-            self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
         if elsewhere:
             self._left_out[name] += [self.hosts[share.host] for share in self._placement[name]]
         try:
-            (share,) = self._shares(name)
+            return super().of_replica(index)
         except RunError:
             if not self._left_out.pop(name, None):
                 raise
-            (share,) = self._shares(name)
-        return self._rank_place(share, "generator")
+            return super().of_replica(index)
 
     def of_environment(self, number: int) -> Host:
         first = environment_host(self._setup.config, number)
@@ -92,8 +81,6 @@ class HostPlaces:
         ]
 
     def rows(self, seconds: float = 0) -> int:
-        """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
-        `seconds` ago."""
         unusable = self._unusable("trainer", seconds)
         try:
             shares = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
@@ -102,8 +89,6 @@ class HostPlaces:
         return len(slots_of(shares)) // self._setup.config.parallelism.row_ranks
 
     def leave_out(self) -> list[str]:
-        """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
-        has lost a host."""
         present = {share.host for share in self._placement["trainer"]}
         if any(self.hosts[number].lost() for number in present):
             return []
@@ -111,19 +96,11 @@ class HostPlaces:
         self._left_out["trainer"] += excluded
         return [host.name for host in excluded]
 
-    def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
-        environment = resources(self._setup, kind, self._devices(share), self._cores)
-        return RankPlace(self.hosts[share.host], len(share.slots), environment)
-
-    def _devices(self, share: Share) -> list[str]:
-        """Return the GPUs of a share, in rank order. With hosts.kind = "processes", hosts divide this machine's
-        GPUs."""
-        if self._setup.device != "cuda":
-            return []
+    def _gpus(self, share: Share) -> tuple[Sequence[str], int]:
         host, keys = self.hosts[share.host], self._setup.config.hosts
-        gpus = host.facts.gpus if host.facts and keys.at_addresses else visible_devices()
-        first = share.host * self._slots if keys.kind == "processes" else 0
-        return gpus_in([first + slot for slot in share.slots], gpus, host)
+        if host.facts and keys.at_addresses:
+            return host.facts.gpus, 0
+        return visible_devices(), share.host * self._slots if keys.kind == "processes" else 0  # they divide them
 
 
 @asynccontextmanager
