@@ -16,9 +16,17 @@ import pytest
 
 from support.forked_ranks import PROGRAMS, SLEEP, ForkedRanks, ended, gone, pid_of, until
 from support.rank_launchers import rank_of
-from titan_rl.ext.fork_servers.fork_servers import KIND_ENV, READY_SECONDS, VARIABLE, ForkStarter, ask
+from titan_rl.ext.fork_servers.fork_servers import (
+    FORKING_LAUNCHER,
+    KIND_ENV,
+    OFF,
+    READY_SECONDS,
+    VARIABLE,
+    ForkStarter,
+    ask,
+)
 from titan_rl.meshes import deaths
-from titan_rl.meshes.starter import KINDS
+from titan_rl.meshes.starter import KINDS, LAUNCHER
 
 TESTS = Path(__file__).parents[3]
 
@@ -177,6 +185,14 @@ def test_a_server_that_hangs_is_asked_again_before_the_next_rank(
         ("generator", "it did not answer within 2 s"),
         ("generator", "it cannot be reached (Connection refused)"),
     }
+
+
+def test_ranks_of_another_host_are_forked_by_its_servers(starter: ForkStarter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, OFF)
+    program, variables = asyncio.run(starter.launcher("model", "/there"))
+    assert (program, variables["TITAN_RL_FORK_SOCKET"]) == (FORKING_LAUNCHER, "/there/model")
+    for kind, folder in (("model", ""), ("model", None), (None, "/there")):
+        assert asyncio.run(starter.launcher(kind, folder)) == (LAUNCHER, {}), (kind, folder)
 
 
 def test_a_rank_that_a_server_may_not_fork_starts_cold_and_reports_why(
