@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh
@@ -58,6 +57,7 @@ async def spawn(
         import os
         import signal
         from contextlib import suppress
+        from pathlib import Path
 
         from titan_rl.wire.program import outlive_readers
 

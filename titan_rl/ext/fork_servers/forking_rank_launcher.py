@@ -14,8 +14,7 @@ import posix
 import sys
 
 sys.path.insert(0, __file__.rpartition("/ext/")[0] + "/meshes")
-import rank_launcher as launcher  # pyright: ignore[reportMissingImports]
-
+launcher = __import__("rank_launcher")
 del sys.path[0]
 
 SERVER, DEADLINE = b"TITAN_RL_FORK_SOCKET", b"TITAN_RL_FORK_SECONDS"
