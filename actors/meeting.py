@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.wire.gpus import PLANNED
-from titan_rl.wire.worker_address import listener, port_range
+from titan_rl.wire.ports import listener, port_range
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.meshes import fork_servers
+from titan_rl.meshes.starter import starter
 
 GONE = "is gone"
 KILL_SECONDS = {"cpu": 10.0, "cuda": 60.0}
@@ -192,7 +192,7 @@ class Launcher:
                 if _generations.get(self.name) == self.life:
                     _awaited.pop(self.name, None)
         elif word == "cold":
-            fork_servers.warn_cold(*rest.split(" ", 1))
+            starter().warn_cold(*rest.split(" ", 1))
         elif word == "pid":
             self.pid = int(rest)
             with _lock:

@@ -1,31 +1,33 @@
-"""The program that Monarch launches for each rank. It has a fork server fork the rank, or starts it cold, and ends as
-the rank ends.
+"""The program that Monarch launches for each rank. It starts the rank, and ends as the rank ends.
 
     python -I -S rank_launcher.py COMMAND...        COMMAND starts the rank cold
 
-    controller <── "name LIFE NAME", "cold KIND REASON", "pid N", "end STATUS" ── launcher ──> fork server, or COMMAND
+    controller <── "name LIFE NAME", "cold KIND REASON", "pid N", "end STATUS" ── launcher ──> COMMAND
 
 The launcher dies with the controller (on another host: with the agent that it reports to), and the rank dies with the
-launcher. A fork server reports how its rank ended; the launcher also watches the rank itself, because a fork server may
-hang. It imports as little as it can: 10 ms of CPU a rank.
+launcher. It imports as little as it can: 10 ms of CPU a rank. Another launcher may call `main` with another `start`
+(starter.py).
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
 import _socket
-import array
 import ctypes
 import posix
 import select
 import sys
 
+TYPE_CHECKING = False  # typing is not imported
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Start = Callable[[_socket.socket, dict[bytes, bytes]], int]
+
 RANK, REPORT, CONTROLLER = b"TITAN_RL_RANK", b"TITAN_RL_REPORT", b"TITAN_RL_CONTROLLER"
-SERVER, DEADLINE = b"TITAN_RL_FORK_SOCKET", b"TITAN_RL_FORK_SECONDS"
-STATUS_SECONDS = 1.0  # for a fork server to report how its rank ended
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 libc = ctypes.CDLL(None)
 
 
-def main() -> None:
+def main(start: "Start | None" = None) -> None:
     if posix.getpgrp() != posix.getpid():
         posix.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only
     for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):  # so do signals to every process of a job
@@ -33,7 +35,6 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
     environment = dict(posix.environ)
     life_and_name, report, controller = (environment.pop(key) for key in (RANK, REPORT, CONTROLLER))
-    server, deadline = (environment.pop(key, b"") for key in (SERVER, DEADLINE))
     if posix.getppid() != int(controller):
         posix._exit(1)
     environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
@@ -47,9 +48,7 @@ def main() -> None:
         )
         posix._exit(1)
     reports.sendall(b"name " + life_and_name + b"\n")
-    status = forked(reports, server, float(deadline), environment) if server else None
-    if status is None:
-        status = cold(reports, environment)
+    status = (start or cold)(reports, environment)
     reports.sendall(b"end %d\n" % status)
     if posix.WIFSIGNALED(status):
         number = posix.WTERMSIG(status)
@@ -58,42 +57,6 @@ def main() -> None:
             _signal.signal(number, _signal.SIG_DFL)
         posix.kill(posix.getpid(), number)
     posix._exit(posix.WEXITSTATUS(status))
-
-
-def forked(reports: _socket.socket, server: bytes, deadline: float, environment: dict[bytes, bytes]) -> int | None:
-    """Have the server fork the rank, and return its wait status. None: it must start cold, as was reported."""
-    word = rest = b""
-    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
-    connection.settimeout(deadline)
-    try:
-        connection.connect(server)
-        umask = posix.umask(0o077)
-        posix.umask(umask)
-        cpus = b",".join(b"%d" % cpu for cpu in sorted(posix.sched_getaffinity(0)))
-        head = [sys.argv[1].encode(), posix.getcwdb(), b"%d" % umask, cpus]
-        request = b"\0".join([*head, *(key + b"=" + value for key, value in environment.items())])
-        stdio = array.array("i", [0, 1, 2])
-        connection.sendmsg([request], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, stdio)])
-        word, _, rest = connection.recv(4096).partition(b" ")
-    except OSError as error:
-        rest = b"it did not answer: " + str(error).encode()
-    if word == b"end":
-        rest = b"its fork ended with status " + rest
-    if word != b"pid":
-        reports.sendall(b"cold " + server.rpartition(b"/")[2] + b" " + (rest or b"it has ended") + b"\n")
-        return None
-    reports.sendall(b"pid " + rest + b"\n")
-    try:
-        ended = posix.pidfd_open(int(rest))
-    except OSError:  # the rank has ended, and the server has reported it
-        ended = connection.fileno()
-    await_any(reports, connection.fileno(), ended)
-    connection.settimeout(STATUS_SECONDS)
-    try:
-        word, _, rest = connection.recv(100).partition(b" ")
-    except OSError:  # the rank has ended, and the server hangs
-        word = b""
-    return int(rest) if word == b"end" else _signal.SIGKILL  # the kernel kills the ranks with their server
 
 
 def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:

@@ -3,14 +3,11 @@
 import asyncio
 import os
 import secrets
-import stat
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh
@@ -18,19 +15,14 @@ from monarch.actor import HostMesh, ProcMesh
 from titan_rl.actors.meeting import MEETING
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
-from titan_rl.meshes.fork_servers import OFF, READY_SECONDS, VARIABLE, WORKER_ENV, Kind, ask, warn_cold
 from titan_rl.meshes.hosts import Host, host_of
+from titan_rl.meshes.starter import WORKER_ENV, Kind, starter
 from titan_rl.wire.errors import DeadlinePassed
 
-LAUNCHER = str(Path(__file__).with_name("rank_launcher.py"))
 COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch's own default_bootstrap_cmd
 
-FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
-ANSWER_SECONDS = 2.0  # for a fork server that has answered before; one that takes longer hangs
 RELEASE_SECONDS = 30.0
 HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks; until then its host seems to have room
-
-_ready_by: dict[Path, float] = {}  # deadline of a fork server to import its engine, by socket; 0: it has
 
 
 async def spawn(
@@ -43,13 +35,11 @@ async def spawn(
     env: Mapping[str, str] | None = None,
     members: Sequence[Mapping[str, str]] | None = None,
 ) -> ProcMesh:
-    """Spawn one process per point of `shape`, forked by the fork server of its `kind` if there is one. Their names
-    count the first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
+    """Spawn one process per point of `shape`, started in the way of its `kind` (starter.py). Their names count the
+    first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
     torch.distributed needs to make them one process group (see process_group)."""
     host = host_of(host)
-    server = await server_of(kind) if kind and host.facts is None else ""
-    if kind and host.facts and host.facts.fork_servers:
-        server = f"{host.facts.fork_servers}/{kind}"
+    launcher, started_by = await starter().launcher(kind, host.facts and host.facts.fork_servers)
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     names = [label(name, {**point, (axis := next(iter(shape))): point[axis] + first}) for point in points]
     expected = deaths.follow(names, host.facts.report if host.facts else "", host.name)
@@ -59,10 +49,8 @@ async def spawn(
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
         variables = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
-        if server:
-            variables |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        variables = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **variables}
-        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], variables)
+        variables = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **variables, **started_by}
+        return BootstrapCommand(sys.executable, None, ["-I", "-S", launcher, *COLD], variables)
 
     def begin() -> None:  # in the new process, before any actor
         import ctypes
@@ -99,46 +87,6 @@ def meeting_file(host: Host) -> dict[str, str]:
     """Return where the ranks of a group meet if all are on the machine of `host`: in a file, not at a port."""
     folder = host.facts.private if host.facts else tempfile.gettempdir()
     return {MEETING: f"{folder}/ranks-{secrets.token_hex(8)}"}
-
-
-async def server_of(kind: Kind) -> str:
-    """Return the socket of the fork server of this kind of rank, once it answers. "": ranks start cold."""
-    folder = os.environ.get(VARIABLE, OFF)
-    if folder == OFF:
-        return ""
-    path, refusal = Path(folder) / kind, _refusal(Path(folder))
-    by = _ready_by.setdefault(path, time.monotonic() + READY_SECONDS)
-    seconds = max(by - time.monotonic(), ANSWER_SECONDS)
-    try:
-        if not refusal:
-            async with asyncio.timeout(seconds):
-                await ask(path)
-            _ready_by[path] = 0.0
-    except TimeoutError:
-        refusal = f"it did not answer within {seconds:.0f} s"
-    except OSError as error:
-        refusal = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
-    if refusal:
-        warn_cold(kind, refusal)
-    return "" if refusal else str(path)
-
-
-def _refusal(folder: Path) -> str:
-    """Return why the fork servers of this folder cannot be trusted, or ""."""
-    try:
-        info = folder.lstat()
-    except OSError as error:
-        return f"{VARIABLE}={folder}: {error.strerror}"
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
-    return ""
-
-
-def _last_line(path: Path) -> str:
-    with suppress(OSError):
-        lines = path.with_name(f"{path.name}.log").read_text(errors="replace").splitlines()
-        return f": {lines[-1]}" if lines else ""
-    return ""
 
 
 _endings: set[asyncio.Task[None]] = set()

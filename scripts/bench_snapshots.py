@@ -34,12 +34,13 @@ from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
+from titan_rl.ext.hosts.worker_processes import worker_processes
 from titan_rl.ext.snapshots.peer_snapshots import PeerSnapshots
 from titan_rl.ext.snapshots.ranks.state_copy import StateCopy
 from titan_rl.ext.snapshots.snapshot_servers import SnapshotServers
 from titan_rl.ext.snapshots.snapshot_store import SnapshotStore
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import Host, RankPlace, worker_processes
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.snapshot import SnapshotPart

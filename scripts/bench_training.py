@@ -24,7 +24,7 @@ from typing import Any
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
 from bench.training_ranks import Settings
 from titan_rl.actors.meeting import MEETING
-from titan_rl.meshes.fork_servers import WORKER_ENV
+from titan_rl.meshes.starter import WORKER_ENV
 
 COLUMNS = ("case", "variant", "measure", *FIGURES, "ratio", "note", *RAN_ON)
 BARE = "bare torch"

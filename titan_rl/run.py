@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, private_folder, socket_folder
-from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
+from titan_rl.meshes.starter import KINDS, Servers, starter
 from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.program import DONE, FAILED, FAILED_AGAIN, STOPPED, enter
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or {"--dry-run", "--help", "-h"} & set(argv):
         with private_folder():
             return check_and_run(argv, None)
-    with socket_folder() as folder, serving(folder) as servers:
+    with socket_folder() as folder, starter().serving(folder) as servers:
         if not NVIDIA.exists():
             servers.keep(KINDS)  # before anything else: their imports take longer than all the rest
         config = early_config(argv)
@@ -81,10 +81,9 @@ def opted_out(hosts: "HostsSection") -> str:
     return OPTED_OUT if hosts.isolation == "off" else ""
 
 
-def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str = "") -> int:
+def check_and_run(argv: Sequence[str], servers: Servers | None, exposed: str = "") -> int:
     """`exposed`: why other users reach the sockets of this process. Without servers, it is a dry run."""
     from titan_rl.preflight.checks import checked_run
-    from titan_rl.preflight.checks.hosts import missing_addresses, unreachable_controller
     from titan_rl.preflight.refusal import refuse
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
@@ -94,7 +93,7 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
     hosts = invocation.config.hosts
     if servers is None:
         exposed = opted_out(hosts) or isolation.refusal()
-    elif wrong := list(missing_addresses(hosts)) or list(unreachable_controller(hosts)):
+    elif hosts.at_addresses and (wrong := list(needed_part("reachable hosts", "hosts.kind")(hosts))):
         refuse(invocation.config_name, wrong)
     if exposed and hosts.isolation == "require":
         expected = "hosts.isolation: expected a kernel that can isolate the run"
@@ -113,7 +112,7 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
         return FAILED
 
 
-def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
+def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: Servers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.plan import settle
     from titan_rl.record.run_folder import check_folder

@@ -17,7 +17,8 @@ import psutil
 
 from bench.rows import CONFIG
 from titan_rl.ext.control.client import Endpoint
-from titan_rl.meshes.fork_servers import KINDS, OFF, VARIABLE, ask
+from titan_rl.ext.fork_servers.fork_servers import OFF, VARIABLE, ask
+from titan_rl.meshes.starter import KINDS
 
 WAYS = {"forked": {}, "cold": {VARIABLE: OFF}}
 WARM = "warm"  # forked from processes that titan_rl.tools.warm keeps

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from titan_rl.meshes.fork_servers import KIND_ENV, OFF, VARIABLE, WORKER_ENV, Kind
+from titan_rl.ext.fork_servers.fork_servers import KIND_ENV, OFF, VARIABLE
+from titan_rl.meshes.starter import WORKER_ENV, Kind
 
 SECONDS = 300.0
 RANK = Path("monarch/_src/actor/bootstrap_main.py")  # the program of a rank, in place of which this one runs

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-import titan_rl.meshes
+from titan_rl.ext.fork_servers import fork_servers
 from titan_rl.meshes import deaths
 
-MESHES = Path(next(iter(titan_rl.meshes.__path__)))
+PROGRAMS = Path(fork_servers.__file__).parent
 WRITE_FACTS = """
 import json, os, random, sys, threading
 facts = {"pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(), "path": sys.path, "random": random.random(),
@@ -45,7 +45,7 @@ class ForkedRanks:
             listener.bind(str(self.socket))
             listener.listen(8)
             program = (
-                f"import sys; sys.path.insert(0, {str(MESHES)!r}); import fork_server; del sys.path[0]; "
+                f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import fork_server; del sys.path[0]; "
                 f"fork_server.PRELOAD['generator'] = {' '.join(preload)!r}; fork_server.main()"
             )
             command = [sys.executable, "-P", "-c", program, "generator", str(listener.fileno()), str(os.getpid())]
@@ -63,7 +63,7 @@ class ForkedRanks:
         env = {**os.environ, **deaths.follow([name])[name], "TITAN_RL_FORK_SOCKET": str(self.socket)}
         env["TITAN_RL_FORK_SECONDS"] = "30"
         env |= {"TITAN_RL_CONTROLLER": str(os.getpid()), "PYTHONPATH": str(package), "FACTS": str(self.facts_file)}
-        command = [sys.executable, "-I", "-S", str(MESHES / "rank_launcher.py"), sys.executable, "-m"]
+        command = [sys.executable, "-I", "-S", fork_servers.FORKING_LAUNCHER, sys.executable, "-m"]
         command += ["monarch._src.actor.bootstrap_main"]
         self.started.append(subprocess.Popen(command, env={**env, **environment}, cwd=self.folder))
         return self.started[-1]

@@ -21,7 +21,7 @@ import psutil
 
 from support.namespaces import Switch, dies_with_parent, why_not
 from support.running import SMALL, RunFiles
-from titan_rl.meshes.fork_servers import VARIABLE
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 NODES, HEAD = ("node1", "node2", "node3"), "head"

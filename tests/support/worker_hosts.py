@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from support.rank_launchers import is_launcher, launched
-from titan_rl.wire.worker_address import takes_connections
+from titan_rl.ext.hosts.worker_address import takes_connections
 
 START_SECONDS = 180.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.running import RunFiles, finished_once, shared_folder
-from titan_rl.meshes.fork_servers import KINDS, serving
+from titan_rl.meshes.starter import KINDS, starter
 from titan_rl.wire.gpus import visible_gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
@@ -18,7 +18,7 @@ def session_fork_servers() -> Iterator[None]:
     if visible_gpus():  # ranks of CUDA start cold
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="forks-") as folder, serving(Path(folder)) as servers:
+    with tempfile.TemporaryDirectory(prefix="forks-") as folder, starter().serving(Path(folder)) as servers:
         servers.keep(KINDS)
         yield
 

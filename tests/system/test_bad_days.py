@@ -21,7 +21,7 @@ from support.rank_launchers import launched
 from support.running import Run, Runs
 from support.small_disk import SmallDisk
 from support.worker_hosts import WorkerHost, free_address, hosts_of
-from titan_rl.meshes.fork_servers import VARIABLE
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE
 from titan_rl.wire import failpoints
 
 KEYS: dict[str, Any] = {

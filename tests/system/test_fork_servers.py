@@ -15,7 +15,7 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Run, Runs
-from titan_rl.meshes.fork_servers import OFF, VARIABLE
+from titan_rl.ext.fork_servers.fork_servers import OFF, VARIABLE
 
 ENDLESS: dict[str, Any] = {"training__steps": 100_000, "eval__interval": 0, "algorithm__max_dead_steps": 0}
 

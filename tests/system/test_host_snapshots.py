@@ -19,8 +19,8 @@ import pytest
 from support.outputs import same
 from support.rank_launchers import launched
 from support.running import Runs
-from titan_rl.meshes.fork_servers import OFF, VARIABLE
-from titan_rl.wire.worker_address import takes_connections
+from titan_rl.ext.fork_servers.fork_servers import OFF, VARIABLE
+from titan_rl.ext.hosts.worker_address import takes_connections
 
 pytestmark = pytest.mark.root
 

@@ -19,9 +19,9 @@ import pytest
 from support.outputs import losses, same, sampled
 from support.running import Run, Runs
 from support.worker_hosts import hosts_of
+from titan_rl.ext.hosts.certificates import make_certificates
+from titan_rl.ext.hosts.worker_address import split_address, takes_connections
 from titan_rl.train.regrowth import STEADY
-from titan_rl.wire.certificates import make_certificates
-from titan_rl.wire.worker_address import split_address, takes_connections
 
 KEYS: dict[str, Any] = {
     "cold_start__steps": 3,

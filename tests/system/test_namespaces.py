@@ -17,8 +17,8 @@ import pytest
 from support.namespaces import SeparateHost, Switch, why_not
 from support.outputs import same
 from support.running import Run, Runs
-from titan_rl.meshes.fork_servers import VARIABLE
-from titan_rl.wire.certificates import make_certificates
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE
+from titan_rl.ext.hosts.certificates import make_certificates
 
 pytestmark = pytest.mark.root
 

@@ -14,7 +14,7 @@ import pytest
 
 from support.other_users import listening, reached
 from support.running import Run, Runs
-from titan_rl.meshes.fork_servers import VARIABLE
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE
 
 pytestmark = pytest.mark.root
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.meshes.fork_servers import VARIABLE
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE
 
 pytestmark = pytest.mark.slow
 

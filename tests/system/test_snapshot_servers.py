@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.signals import stop
+from titan_rl.ext.hosts.worker_processes import worker_processes
 from titan_rl.ext.snapshots.snapshot_parts import HEAD
 from titan_rl.ext.snapshots.snapshot_server import BLOCK, BLOCK_SECONDS
 from titan_rl.ext.snapshots.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import worker_processes
 from titan_rl.wire.errors import RankDied
 
 SECONDS = 120.0

@@ -22,7 +22,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.meshes.fork_servers import Kind, serving
+from titan_rl.meshes.starter import Kind, starter
 from titan_rl.wire.program import FAILED, STOPPED, USAGE
 
 if TYPE_CHECKING:  # imported when this process has its own network
@@ -204,7 +204,7 @@ def in_own_network(
 ) -> int:
     """Call `work` with a folder for its files. Monarch's sockets are then reachable by this process's user alone.
     `kinds`: of the ranks that it starts."""
-    with socket_folder() as folder, serving(folder) as servers:
+    with socket_folder() as folder, starter().serving(folder) as servers:
         if not NVIDIA.exists():
             servers.keep(kinds)
         exposed = "" if config.hosts.isolation == "off" else isolation.isolate()

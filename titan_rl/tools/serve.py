@@ -21,7 +21,7 @@ from titan_rl import isolation
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
-from titan_rl.meshes.fork_servers import KINDS
+from titan_rl.meshes.starter import KINDS
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.tools.deployed import (
     TARGET,

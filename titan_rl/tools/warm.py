@@ -5,8 +5,8 @@ It prints the variable that runs need, and keeps two processes (about 0.7 GB) un
     $ python -m titan_rl warm
     export TITAN_RL_FORK_SERVERS=/tmp/titan_rl-4711-abcdefgh
 
-A run's ranks are forked from these processes instead of the run's own (meshes/fork_servers.py). They import nothing of
-titan_rl, so runs always execute the current code. After an upgrade of an engine, start it again.
+A run's ranks are forked from these processes instead of the run's own (titan_rl/ext/fork_servers). They import nothing
+of titan_rl, so runs always execute the current code. After an upgrade of an engine, start it again.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import threading
 from collections.abc import Sequence
 
 from titan_rl.environment import socket_folder
-from titan_rl.meshes.fork_servers import KINDS, VARIABLE, serving
+from titan_rl.ext.fork_servers.fork_servers import VARIABLE, ForkStarter
+from titan_rl.meshes.starter import KINDS
 from titan_rl.wire.gpus import visible_gpus
 from titan_rl.wire.program import command_of
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: end.set())
-    with socket_folder() as folder, serving(folder) as servers:
+    with socket_folder() as folder, ForkStarter().serving(folder) as servers:
         servers.keep(KINDS)
         print(f"export {VARIABLE}={shlex.quote(str(folder))}", flush=True)
         print("runs with this variable start warm; Ctrl-C ends it", file=sys.stderr)

@@ -15,26 +15,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from monarch.actor import shutdown_context, this_host
+from monarch.actor import shutdown_context
 
-from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
 from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import Config, LoraSection
-from titan_rl.meshes import deaths, fork_servers
+from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.hosts import Host, RankPlace
+from titan_rl.meshes.hosts import Host, RankPlace, local_host
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import GeneratorPolicy
+from titan_rl.meshes.starter import starter
 from titan_rl.preflight.memory import beside_sleeping_engine
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.rank_places import RankPlaces, joined_hosts, resources
+from titan_rl.train.rank_places import RankPlaces, joined_places, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.parts import needed_part
@@ -133,9 +133,9 @@ async def launch(
 ) -> AsyncIterator[tuple[Meshes, Watch]]:
     """Start all meshes. Dead generators and environments are replaced by their mesh; the death of another rank is
     raised. If a stop `hurries`, busy ranks are killed at the end."""
-    fork_servers.warn = terminal.warn
+    starter().warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
-    # A host whose agent dies is lost (remote_host.py).
+    # A host whose agent dies is lost (titan_rl/ext/hosts).
     watch = Watch(tended=["generator", "environment", "agent", "snapshots"])
     meshes: Meshes | None = None
 
@@ -150,12 +150,11 @@ async def launch(
         return setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
 
     async with (
-        joined_hosts(setup, terminal.warn, regrow_generators) as hosts,
+        joined_places(setup, terminal.warn, regrow_generators) as rank_places,
         closed_at_end(watch, close_seconds) as to_close,
     ):
-        rank_places = RankPlaces(setup, hosts)
         started = await watch.drive(_start(rank_places, setup, terminal, incidents))
-        meshes = replace(started, hosts=hosts, rank_places=rank_places)
+        meshes = replace(started, hosts=rank_places.hosts, rank_places=rank_places)
         to_close += meshes.all
         yield meshes, watch
 
@@ -223,8 +222,7 @@ async def launch_served(
     and adapters from the folders that requests name. A lost process is not replaced, as in launch_loaded."""
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=[])
-    async with joined_hosts(setup, terminal.warn, lambda: None) as hosts, closed_at_end(watch) as to_close:
-        rank_places = RankPlaces(setup, hosts)
+    async with joined_places(setup, terminal.warn, lambda: None) as rank_places, closed_at_end(watch) as to_close:
         env = {PLANNED: setup.device, **_allocator_env(setup)}
         trainers = ModelMesh(partial(rank_places.of_model, "trainer"), "trainer", setup.resolved, setup.shape, env)
         with terminal.phase("trainer: processes, model"):
@@ -239,11 +237,6 @@ async def launch_served(
 
 def _environments() -> Callable[..., Coroutine[Any, Any, Environments]]:
     return needed_part("environments", "environment.name")
-
-
-def local_host() -> Host:
-    with without_lines(b"Monarch internal logs are being written"):
-        return Host(this_host())
 
 
 def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPolicy:

@@ -1,139 +1,84 @@
-"""Assigns hosts to the meshes of a run, and variables to their processes."""
+"""Chooses the host on which each rank starts, and the variables of its process. This machine is the default."""
 
-import os
-import socket
-import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
-from monarch.actor import enable_transport
-
-from titan_rl.actors.endpoint import without_lines
 from titan_rl.config.auto import threads
-from titan_rl.config.sections import Config, HostsSection
-from titan_rl.meshes import deaths, hosts
-from titan_rl.meshes.fork_servers import Kind
-from titan_rl.meshes.hosts import Host, RankPlace
-from titan_rl.meshes.remote_host import Joining, attached
-from titan_rl.meshes.ssh_workers import ssh_workers
-from titan_rl.preflight.checks.hosts import own_address
-from titan_rl.preflight.placement import (
-    Share,
-    Unplaceable,
-    environment_host,
-    place,
-    place_again,
-    slots_of,
-    slots_per_host,
-)
+from titan_rl.config.sections import Config
+from titan_rl.meshes.hosts import Host, RankPlace, local_host
+from titan_rl.meshes.starter import Kind
+from titan_rl.preflight.placement import Share, place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
-from titan_rl.wire.worker_address import address_of, free_port, port_range, split_address
+from titan_rl.wire.parts import needed_part
 
 
 class RankPlaces:
-    """Assigns each mesh of a run its place on the `joined` hosts."""
+    """Assigns each mesh of a run its place on the hosts: on this machine, unless a part has several hosts."""
 
-    def __init__(self, setup: Setup, joined: Sequence[Host]) -> None:
-        self._setup, self._hosts = setup, joined
+    def __init__(self, setup: Setup, hosts: Sequence[Host]) -> None:
+        self._setup, self.hosts = setup, hosts
         self._slots = slots_per_host(setup.config, len(visible_devices()) if setup.device == "cuda" else 0)
         self._placement = place(setup.config, self._slots)
-        machines = {host.facts.machine: host.facts.cores for host in joined if host and host.facts}
-        self._cores = sum(machines.values()) or usable_cores()
-        self._left_out = defaultdict[str, list[Host]](list)  # by mesh: hosts on which it did not start
-        self._before: set[int] = set()  # hosts of the trainer before it was placed last
+        self._cores = usable_cores()
 
     def of_model(self, role: str) -> list[RankPlace]:
         return [self._rank_place(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
         """Return the place of a replica. One that is added during a run gets free slots. One whose last start failed
-        goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
+        goes `elsewhere`, if another host has room."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
-        if elsewhere:
-            self._left_out[name] += [self._hosts[share.host] for share in self._placement[name]]
-        try:
-            (share,) = self._shares(name)
-        except RunError:
-            if not self._left_out.pop(name, None):
-                raise
-            (share,) = self._shares(name)
+        (share,) = self._shares(name)
         return self._rank_place(share, "generator")
 
     def of_environment(self, number: int) -> Host:
-        first = environment_host(self._setup.config, number)
-        return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
-
-    def _shares(self, mesh: str) -> Sequence[Share]:
-        """Return a mesh's shares. If one of its hosts is lost, it moves to free slots on the others; it also moves if
-        it has fewer rows than in the config, because there may be room again."""
-        lost = self._unusable(mesh)
-        own_slots = slots_of(self._placement[mesh])
-        fewer = mesh == "trainer" and len(own_slots) < self._setup.config.parallelism.world_size
-        added = mesh not in place(self._setup.config, self._slots)  # where a mesh may have moved meanwhile
-        others = {slot for name, shares in self._placement.items() if name != mesh for slot in slots_of(shares)}
-        if fewer or any(host in lost for host, _ in own_slots) or (added and own_slots & others):
-            try:
-                self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
-            except Unplaceable as error:
-                names = ", ".join(self._hosts[number].name for number in lost)
-                raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
-            if mesh == "trainer":
-                self._before = {host for host, _ in own_slots}
-        return self._placement[mesh]
-
-    def _unusable(self, mesh: str, seconds: float = 0) -> list[int]:
-        """Return the hosts on which a mesh cannot be started, and other hosts that joined within the last `seconds`."""
-        own_hosts, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
-        left_out = self._left_out[mesh]
-        return [
-            number
-            for number, host in enumerate(self._hosts)
-            if host and (host.lost() or host in left_out or (number not in own_hosts and host.joined > since))
-        ]
+        return self.hosts[0]
 
     def rows(self, seconds: float = 0) -> int:
         """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
         `seconds` ago."""
-        unusable = self._unusable("trainer", seconds)
-        try:
-            shares = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
-        except Unplaceable:  # it has just lost a host
-            return 0
-        return len(slots_of(shares)) // self._setup.config.parallelism.row_ranks
+        return self._setup.config.parallelism.dp
 
     def leave_out(self) -> list[str]:
         """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
         has lost a host."""
-        present = {share.host for share in self._placement["trainer"]}
-        if any(self._hosts[number].lost() for number in present):
-            return []
-        excluded = [self._hosts[number] for number in sorted(present - self._before)]
-        self._left_out["trainer"] += excluded
-        return [host.name for host in excluded]
+        return []
+
+    def _shares(self, mesh: str) -> Sequence[Share]:
+        return self._placement[mesh]
+
+    def _gpus(self, share: Share) -> tuple[Sequence[str], int]:
+        """Return the GPUs of a share's host, and which of them is in its slot 0."""
+        return visible_devices(), 0
 
     def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
         environment = resources(self._setup, kind, self._devices(share), self._cores)
-        return RankPlace(self._hosts[share.host], len(share.slots), environment)
+        return RankPlace(self.hosts[share.host], len(share.slots), environment)
 
     def _devices(self, share: Share) -> list[str]:
-        """Return the GPUs of a share, in rank order. With hosts.kind = "processes", hosts divide this machine's
-        GPUs."""
+        """Return the GPUs of a share, in rank order."""
         if self._setup.device != "cuda":
             return []
-        facts = self._hosts[share.host].facts if self._setup.config.hosts.at_addresses else None
-        visible = facts.gpus if facts else visible_devices()
-        first = share.host * self._slots if self._setup.config.hosts.kind == "processes" else 0
-        if len(visible) <= first + max(share.slots):
-            name = self._hosts[share.host].name
-            raise RunError(f"{name}: expected {first + max(share.slots) + 1} GPUs, found {len(visible)}")
-        return [visible[first + slot] for slot in share.slots]
+        gpus, first = self._gpus(share)
+        if len(gpus) <= first + max(share.slots):
+            name = self.hosts[share.host].name
+            raise RunError(f"{name}: expected {first + max(share.slots) + 1} GPUs, found {len(gpus)}")
+        return [gpus[first + slot] for slot in share.slots]
+
+
+def joined_places(
+    setup: Setup, say: Callable[[str], None], back: Callable[[], None]
+) -> AbstractAsyncContextManager[RankPlaces]:
+    """Return the places of a run, on this machine or on hosts that join it. When a lost host joins again, `say` shows
+    it and `back` is called."""
+    if setup.config.hosts.kind == "local":
+        return nullcontext(RankPlaces(setup, [local_host()]))
+    return needed_part("several hosts", "hosts.kind")(setup, say, back)
 
 
 def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int = 0) -> dict[str, str]:
@@ -155,42 +100,3 @@ def cuda_environment(config: Config) -> dict[str, str]:
     if config.debug.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return variables
-
-
-@asynccontextmanager
-async def joined_hosts(
-    setup: Setup, say: Callable[[str], None], back: Callable[[], None]
-) -> AsyncIterator[Sequence[Host]]:
-    """Yield the hosts of a run. When a lost host joins again, `say` shows it and `back` is called. At the end,
-    remaining ranks are killed, and workers that were started here."""
-    keys, detect_seconds = setup.config.hosts, setup.config.fault.detect_seconds
-    if keys.at_addresses:
-        enable_transport(own_place(keys))
-    with without_lines(b"Monarch internal logs are being written"):
-        local = hosts.local_hosts()
-    if keys.kind == "local":
-        yield local
-        return
-    logs = setup.folder / "hosts"
-    started = ssh_workers(keys, logs, say) if keys.kind == "ssh" else nullcontext()
-    if keys.at_addresses:
-        run = f"the run in {setup.folder.absolute()} (process {os.getpid()} on {socket.gethostname()})"
-        joining = Joining(keys.join_seconds, keys.orphan_seconds, detect_seconds, keys.tls, run)
-        joined = attached(keys.addresses, joining, say, back)
-    else:
-        joined = hosts.worker_processes(keys.number, Path(os.environ["TMPDIR"]), logs, keys.join_seconds)
-    async with started, joined as run_hosts:
-        try:
-            yield run_hosts
-        finally:
-            await deaths.kill(deaths.living())
-
-
-def own_place(keys: HostsSection) -> str:
-    """Return the one address at which this process listens for the workers: a free port, of hosts.ports if given."""
-    scheme, _, _ = split_address(keys.addresses[0])
-    host, ports = own_address(keys), port_range(keys.ports)
-    try:
-        return address_of(scheme, host, free_port(host, ports) if ports else 0)
-    except OSError as error:
-        raise RunError(f"hosts.ports: expected a free port at {host}, found: {error.strerror or error}") from None

@@ -23,6 +23,7 @@ PARTS = {
     "environments": "ext.agents.bring_up:environments_of",
     "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
     "folders of policies": "ext.policies.planning:settle_policies",
+    "fork servers": "ext.fork_servers.fork_servers:ForkStarter",
     "games": "ext.agents.games:GAMES",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
     "links of readers": "ext.remote_weights.ranks.remote_links:RemoteReads",
@@ -45,10 +46,12 @@ PARTS = {
     "reward processes": "ext.reward_processes.reward_pool:reward_pool",
     "reward reasoning_gym": "ext.reasoning_gym.rewards:scored_by_gym",
     "row lengths": "ext.row_lengths.row_lengths:unfit_rows",
+    "reachable hosts": "ext.hosts.checks:unready",
     "samples at the end": "tools.inspect.last_samples:last_samples",
     "sandbox settings": "ext.sandbox.local:configure",
     "served models": "ext.tinker.ranks.served_models:ServedModels",
     "session of policies": "ext.policies.session:session_of_policies",
+    "several hosts": "ext.hosts.host_places:joined_hosts",
     "setups of policies": "ext.policies.planning:prepared",
     "sizes of snapshots": "ext.snapshots.sizes:MemoryOfSnapshots",
     "snapshots": "ext.snapshots.placed:placed_snapshots",
@@ -59,6 +62,7 @@ PARTS = {
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
     "warnings of rules": "tools.diagnosis.watch:Watch",
+    "worker": "ext.hosts.host_worker:main",
 }
 """Where each part is."""
 

@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "row lengths": {"task": {"bad_rows": "drop"}},
     "fault.snapshot_interval": {"fault": {"snapshot_interval": 2}},
     "fault.snapshot_gbps": {"fault": {"snapshot_gbps": 1.0}},
+    "several hosts": {"hosts": {"kind": "processes", "count": 2}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

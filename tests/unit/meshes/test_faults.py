@@ -13,7 +13,7 @@ import pytest
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch, ask, death_behind, failure, not_started
-from titan_rl.meshes.spawn import LAUNCHER
+from titan_rl.meshes.starter import LAUNCHER
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
 pytestmark = pytest.mark.usefixtures("no_ranks")

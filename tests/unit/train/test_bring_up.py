@@ -14,10 +14,10 @@ import pytest
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineInfo
 from titan_rl.config.toml import find, load, shipped
-from titan_rl.meshes import deaths, hosts
+from titan_rl.meshes import deaths
 from titan_rl.meshes.spawn import process_group
 from titan_rl.record.terminal import Terminal
-from titan_rl.train import bring_up
+from titan_rl.train import bring_up, rank_places
 from titan_rl.train.rank_places import RankPlaces, cuda_environment, resources
 from titan_rl.wire import gpus
 
@@ -186,8 +186,7 @@ async def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
         return bring_up.Meshes(SimpleNamespace(close=lambda: asyncio.sleep(0)))  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(deaths, "kill_seconds", 0.0)
-    monkeypatch.setattr(hosts, "local_hosts", list)
-    monkeypatch.setattr(bring_up, "RankPlaces", lambda *_: None)
+    monkeypatch.setattr(rank_places, "local_host", lambda: None)
     monkeypatch.setattr(bring_up, "_start", none_started)
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
     nothing: Any = None

@@ -9,11 +9,11 @@ from titan_rl.ext.agents.episode_loop import LoopSettings
 from titan_rl.ext.agents.episodes import Limits
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch
-from titan_rl.meshes.hosts import Host
+from titan_rl.meshes.hosts import Host, local_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.bring_up import closed_at_end, local_host
+from titan_rl.train.bring_up import closed_at_end
 
 
 @asynccontextmanager

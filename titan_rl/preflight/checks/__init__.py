@@ -84,7 +84,6 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from rollouts.check_evaluation(config)
     for each in checks_of_parts(config):
         yield from each.problems(config)
-    yield from hosts.check_launch(config)
     yield from hosts.check_hosts(config, gpus.count)
     yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
     if shape is None:
@@ -117,7 +116,7 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
-    found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
+    found = [*algorithm.algorithm_warnings(config), *task.chat_warnings(config)]
     found += [
         *task.data_warnings(config),
         *(warning for each in checks_of_parts(config) for warning in each.warnings(config)),

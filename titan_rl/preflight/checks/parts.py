@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.config.sections import Config, FaultSection, SandboxSection
+from titan_rl.config.sections import Config, FaultSection, LaunchSection, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.preflight.load import Invocation
 from titan_rl.tasks.games import GAMES
@@ -37,6 +37,12 @@ def calls_functions(config: Config) -> bool:
     return task.reward_workers > 0 and not all(each.simple or each.names == ["model"] for each in rubrics)
 
 
+def spans_hosts(config: Config) -> bool:
+    """Return True if a key of [hosts] is set that a run on this machine alone does not need."""
+    hosts = config.hosts
+    return hosts.kind != "local" or hosts.count > 1 or bool(hosts.addresses or hosts.ports)
+
+
 def runs_code(config: Config) -> bool:
     """Return True if code of the user or of a model may run in the sandbox."""
     named = [config.environment.name, config.task.agent, *rewards_of_sets(config)]
@@ -67,6 +73,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
     ("snapshots", "fault.snapshot_interval", lambda config: config.fault.snapshot_interval not in (0, SNAPSHOT_STEPS)),
     ("snapshots", "fault.snapshot_gbps", lambda config: config.fault.snapshot_gbps > 0),
+    ("several hosts", "hosts.kind", spans_hosts),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -75,6 +82,8 @@ CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.agents.checks", plays),
     ("ext.sandbox.checks", runs_code),
     ("ext.trackers.checks", tracks),
+    ("tools.launch.checks", lambda config: config.launch != LaunchSection()),
+    ("ext.hosts.checks", spans_hosts),
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 

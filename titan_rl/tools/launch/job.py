@@ -10,7 +10,7 @@ from typing import Literal
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml, schema
-from titan_rl.preflight.checks.hosts import MOUNT, stop_seconds
+from titan_rl.tools.launch.checks import MOUNT, stop_seconds
 from titan_rl.tools.launch.pod_patch import PatchRefused, read_patch
 
 Scheduler = Literal["slurm", "kubernetes"]

@@ -184,7 +184,7 @@ def secret_files(job: Job) -> dict[str, str]:
 
 def new_secret(job: Job) -> dict[str, Any]:
     """Return the Secret with new certificates. The CA's key is in no Secret: it is deleted here."""
-    from titan_rl.wire.certificates import make_certificates
+    from titan_rl.ext.hosts.certificates import make_certificates
 
     with tempfile.TemporaryDirectory() as folder:
         make_certificates(Path(folder), hosts_of(job))

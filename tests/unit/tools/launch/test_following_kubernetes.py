@@ -14,11 +14,11 @@ import pytest
 
 from support.fake_kubernetes import TOKEN, FakeKubernetes
 from support.fake_slurm import wait_until
+from titan_rl.ext.hosts.certificates import make_certificates
 from titan_rl.record.terminal import Terminal
 from titan_rl.tools.launch.cluster_api import ApiRefused, find_cluster
 from titan_rl.tools.launch.following import SubmissionFailed, follow
 from titan_rl.tools.launch.kubernetes_job import LOG_TRIES, KubernetesJob
-from titan_rl.wire.certificates import make_certificates
 
 LINES = """
 for i in {1..120}; do

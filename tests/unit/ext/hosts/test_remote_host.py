@@ -13,10 +13,12 @@ import psutil
 import pytest
 from monarch.actor import HostMesh
 
-from titan_rl.meshes import deaths, remote_host
-from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
-from titan_rl.meshes.remote_host import Joined, Joining, Remote, _while_served, mismatch
-from titan_rl.wire.worker_address import address_of, answer_lookups
+from titan_rl.ext.hosts import remote_host
+from titan_rl.ext.hosts.host_agent import HostAgent, Lease, Refusal, own_versions
+from titan_rl.ext.hosts.remote_host import Joined, Joining, Remote, _while_served, mismatch
+from titan_rl.ext.hosts.worker_address import address_of, answer_lookups
+from titan_rl.meshes import deaths
+from titan_rl.meshes.hosts import HostFacts
 
 FACTS = HostFacts(
     own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1", 1

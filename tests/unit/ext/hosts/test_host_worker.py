@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl import worker
 from titan_rl.config.sections import HostsSection
-from titan_rl.meshes.ssh_workers import ssh_workers
+from titan_rl.ext.hosts.host_worker import listen_when_free, main
+from titan_rl.ext.hosts.ssh_workers import ssh_workers
+from titan_rl.ext.hosts.worker_address import RUN, Holder, holder_in
+from titan_rl.wire.parts import PARTS
+from titan_rl.wire.ports import free_port
 from titan_rl.wire.program import USAGE
-from titan_rl.wire.worker_address import RUN, Holder, free_port, holder_in
-from titan_rl.worker import listen_when_free, main
 
 OTHER = """
 import socket, subprocess, sys, time
@@ -133,3 +136,9 @@ def test_certificates_are_made_for_named_hosts_only(tmp_path: Path, capsys: pyte
     assert main(["--init-tls", str(tmp_path / "tls")]) == USAGE
     assert "--hosts: expected the names or IPs of the hosts" in capsys.readouterr().err
     assert not (tmp_path / "tls").exists()
+
+
+def test_without_the_part_no_worker_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(PARTS, "worker", "ext.gone.worker:main")
+    assert worker.main() == USAGE
+    assert "expected an installation with titan_rl/ext/gone (worker), found one without" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from titan_rl.config.sections import HostsSection
-from titan_rl.meshes.hosts import POLL_SECONDS, last_lines
+from titan_rl.ext.hosts.worker_address import split_address
+from titan_rl.ext.hosts.worker_processes import POLL_SECONDS, last_lines
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.worker_address import split_address
 
 END_SECONDS = 5.0  # from the end of a worker's input to its end
 

@@ -14,17 +14,29 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.forked_ranks import MESHES, SLEEP, ForkedRanks, ended, gone, pid_of, until
+from support.forked_ranks import PROGRAMS, SLEEP, ForkedRanks, ended, gone, pid_of, until
 from support.rank_launchers import rank_of
-from titan_rl.meshes import deaths, fork_servers, spawn
-from titan_rl.meshes.fork_servers import KIND_ENV, KINDS, READY_SECONDS, VARIABLE, ask, serving
+from titan_rl.ext.fork_servers.fork_servers import (
+    FORKING_LAUNCHER,
+    KIND_ENV,
+    OFF,
+    READY_SECONDS,
+    VARIABLE,
+    ForkStarter,
+    ask,
+)
+from titan_rl.meshes import deaths
+from titan_rl.meshes.starter import KINDS, LAUNCHER
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def unwarned(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_servers, "_warned", set())
+def starter(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> ForkStarter:
+    """Return the starter of this process, which has warned of nothing."""
+    starter = ForkStarter()
+    monkeypatch.setattr(deaths, "starter", lambda: starter)
+    return starter
 
 
 @pytest.fixture
@@ -46,7 +58,7 @@ def test_a_rank_is_forked_with_all_that_a_new_process_would_have(forked: ForkedR
     assert first["cwd"] == str(forked.folder)
     assert first["path"][0] == str(forked.folder)
     assert first["path"][1] == first["environ"]["PYTHONPATH"]
-    assert str(MESHES) not in first["path"]
+    assert str(PROGRAMS) not in first["path"]
     assert first["threads"] == 1
     assert first["more"] == [], "no descriptor of the fork server's"
     second = forked.facts()
@@ -54,7 +66,7 @@ def test_a_rank_is_forked_with_all_that_a_new_process_would_have(forked: ForkedR
     assert second["pid"] != first["pid"]
 
 
-def test_a_cold_rank_gets_the_same_environment(forked: ForkedRanks) -> None:
+def test_a_cold_rank_gets_the_same_environment(forked: ForkedRanks, starter: ForkStarter) -> None:
     """No fork server listens here: the controller learns why."""
     before = dict(os.environ)
     cold = forked.facts()
@@ -65,7 +77,7 @@ def test_a_cold_rank_gets_the_same_environment(forked: ForkedRanks) -> None:
     assert cold["environ"] == warm["environ"]
     assert cold["parent"] == forked.started[0].pid, "the launcher"
     assert cold["path"][2:] == warm["path"][2:]
-    assert fork_servers._warned == {("generator", "it did not answer: [Errno 2] No such file or directory")}
+    assert starter._warned == {("generator", "it did not answer: [Errno 2] No such file or directory")}
     assert dict(os.environ) == before
 
 
@@ -115,7 +127,9 @@ def test_a_rank_dies_with_its_launcher(forked: ForkedRanks, server: bool) -> Non
     until(lambda: gone(rank))  # at once: nothing else ends it, because it is stopped
 
 
-def test_the_ranks_of_a_killed_server_die_and_the_next_one_starts_cold(forked: ForkedRanks) -> None:
+def test_the_ranks_of_a_killed_server_die_and_the_next_one_starts_cold(
+    forked: ForkedRanks, starter: ForkStarter
+) -> None:
     server = forked.start_server()
     launcher = forked.start_rank(SLEEP)
     rank = pid_of()
@@ -125,10 +139,12 @@ def test_the_ranks_of_a_killed_server_die_and_the_next_one_starts_cold(forked: F
     until(lambda: gone(rank))
     server.wait()
     assert forked.facts()["parent"] == forked.started[-1].pid
-    assert [(kind, "refused" in why) for kind, why in fork_servers._warned] == [("generator", True)]
+    assert [(kind, "refused" in why) for kind, why in starter._warned] == [("generator", True)]
 
 
-def test_the_end_of_a_rank_is_known_though_its_server_hangs_and_the_next_one_starts_cold(forked: ForkedRanks) -> None:
+def test_the_end_of_a_rank_is_known_though_its_server_hangs_and_the_next_one_starts_cold(
+    forked: ForkedRanks, starter: ForkStarter
+) -> None:
     server = forked.start_server()
     launcher, lives_on = forked.start_rank(SLEEP), forked.start_rank(SLEEP, "role[dp=1]")
     rank, other = pid_of(), pid_of("role[dp=1]")
@@ -141,7 +157,7 @@ def test_the_end_of_a_rank_is_known_though_its_server_hangs_and_the_next_one_sta
     began = time.monotonic()
     assert forked.facts(TITAN_RL_FORK_SECONDS="3")["parent"] == forked.started[-1].pid
     assert time.monotonic() - began > 2.9
-    assert fork_servers._warned == {("generator", "it did not answer: timed out")}
+    assert starter._warned == {("generator", "it did not answer: timed out")}
     forked.facts_file.unlink()
     server.send_signal(signal.SIGCONT)
     time.sleep(0.5)
@@ -151,28 +167,37 @@ def test_the_end_of_a_rank_is_known_though_its_server_hangs_and_the_next_one_sta
 
 
 def test_a_server_that_hangs_is_asked_again_before_the_next_rank(
-    forked: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+    forked: ForkedRanks, monkeypatch: pytest.MonkeyPatch, starter: ForkStarter
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(forked.folder))
-    monkeypatch.setattr(spawn, "_ready_by", {})
     server = forked.start_server()
-    assert asyncio.run(spawn.server_of("generator")) == str(forked.socket), (
+    assert asyncio.run(starter.server_of("generator")) == str(forked.socket), (
         "it imports nothing, and so it is ready soon"
     )
     server.send_signal(signal.SIGSTOP)
-    assert asyncio.run(spawn.server_of("generator")) == ""
+    assert asyncio.run(starter.server_of("generator")) == ""
     server.send_signal(signal.SIGCONT)
-    assert asyncio.run(spawn.server_of("generator")) == str(forked.socket)
+    assert asyncio.run(starter.server_of("generator")) == str(forked.socket)
     server.kill()
     server.wait()
-    assert asyncio.run(spawn.server_of("generator")) == ""
-    assert fork_servers._warned == {
+    assert asyncio.run(starter.server_of("generator")) == ""
+    assert starter._warned == {
         ("generator", "it did not answer within 2 s"),
         ("generator", "it cannot be reached (Connection refused)"),
     }
 
 
-def test_a_rank_that_a_server_may_not_fork_starts_cold_and_reports_why(forked: ForkedRanks) -> None:
+def test_ranks_of_another_host_are_forked_by_its_servers(starter: ForkStarter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, OFF)
+    program, variables = asyncio.run(starter.launcher("model", "/there"))
+    assert (program, variables["TITAN_RL_FORK_SOCKET"]) == (FORKING_LAUNCHER, "/there/model")
+    for kind, folder in (("model", ""), ("model", None), (None, "/there")):
+        assert asyncio.run(starter.launcher(kind, folder)) == (LAUNCHER, {}), (kind, folder)
+
+
+def test_a_rank_that_a_server_may_not_fork_starts_cold_and_reports_why(
+    forked: ForkedRanks, starter: ForkStarter
+) -> None:
     (forked.folder / "starts_a_thread.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
     )
@@ -184,7 +209,7 @@ def test_a_rank_that_a_server_may_not_fork_starts_cold_and_reports_why(forked: F
     server = forked.start_server(ATEN_CPU_CAPABILITY="default")
     assert forked.facts(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="3")["parent"] == server.pid
     assert forked.facts(ATEN_CPU_CAPABILITY="avx2")["parent"] == forked.started[-1].pid
-    assert fork_servers._warned == {
+    assert starter._warned == {
         ("generator", "it has 2 threads, expected one"),
         ("generator", "it has touched CUDA"),
         ("generator", "the rank needs ATEN_CPU_CAPABILITY 'avx2', it was imported with 'default'"),
@@ -239,9 +264,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[psutil.Proces
 
 
 def test_servers_have_one_thread_and_the_environment_of_their_kind(
-    children: Callable[[], list[psutil.Process]], tmp_path: Path
+    children: Callable[[], list[psutil.Process]], tmp_path: Path, starter: ForkStarter
 ) -> None:
-    with serving(tmp_path) as servers:
+    with starter.serving(tmp_path) as servers:
         servers.keep(KINDS)
         for kind in KINDS:
             asyncio.run(asyncio.wait_for(ask(tmp_path / kind), READY_SECONDS))
@@ -264,7 +289,9 @@ def test_servers_have_one_thread_and_the_environment_of_their_kind(
     assert VARIABLE not in os.environ
 
 
-def test_servers_that_cannot_be_started_are_none(children: Callable[[], list[psutil.Process]], tmp_path: Path) -> None:
-    with serving(tmp_path / ("x" * 100)) as servers:
+def test_servers_that_cannot_be_started_are_none(
+    children: Callable[[], list[psutil.Process]], tmp_path: Path, starter: ForkStarter
+) -> None:
+    with starter.serving(tmp_path / ("x" * 100)) as servers:
         servers.keep(KINDS)
         assert children() == []

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.wire.certificates import certificate_problems, certified_names, is_certified, make_certificates
-from titan_rl.wire.worker_address import split_address, takes_connections, why_silent
-from titan_rl.worker import refusals
+from titan_rl.ext.hosts.certificates import certificate_problems, certified_names, is_certified, make_certificates
+from titan_rl.ext.hosts.host_worker import refusals
+from titan_rl.ext.hosts.worker_address import split_address, takes_connections, why_silent
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,8 @@ from typing import Any
 
 from monarch.actor import HostMesh, attach_to_workers
 
-from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import the_only
-from titan_rl.meshes.host_agent import CHECKS, HostAgent, HostFacts, Refusal, own_versions
-from titan_rl.meshes.hosts import Host
-from titan_rl.wire.errors import RunError
-from titan_rl.wire.worker_address import (
+from titan_rl.ext.hosts.host_agent import CHECKS, HostAgent, Refusal, own_versions
+from titan_rl.ext.hosts.worker_address import (
     NotAWorker,
     address_of,
     look_up,
@@ -32,6 +28,10 @@ from titan_rl.wire.worker_address import (
     why_silent,
     why_untrusted,
 )
+from titan_rl.meshes import deaths
+from titan_rl.meshes.faults import the_only
+from titan_rl.meshes.hosts import Host, HostFacts
+from titan_rl.wire.errors import RunError
 
 LEAVE_SECONDS = 0.5
 RETRY_SECONDS = 0.2  # between lookups of a worker that does not serve

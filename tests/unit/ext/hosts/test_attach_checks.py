@@ -7,10 +7,10 @@ import pytest
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
+from titan_rl.ext.hosts.certificates import make_certificates
+from titan_rl.ext.hosts.checks import missing_addresses
 from titan_rl.preflight.checks import checked_run, problems, warnings
-from titan_rl.preflight.checks.hosts import missing_addresses
 from titan_rl.run import check_and_run
-from titan_rl.wire.certificates import make_certificates
 
 
 def attached(addresses: str, **keys: object) -> Config:

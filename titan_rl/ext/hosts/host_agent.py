@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -31,34 +30,17 @@ from monarch.actor import Actor, concurrent_endpoint
 
 import titan_rl
 from titan_rl.actors.meeting import HOST, PORTS
-from titan_rl.meshes.fork_servers import OFF, VARIABLE
+from titan_rl.ext.hosts.worker_address import RUN, Holder, holder_in
+from titan_rl.meshes.hosts import HostFacts
+from titan_rl.meshes.starter import starter
 from titan_rl.wire.cores import here, machine, usable_cores
 from titan_rl.wire.gpus import visible_devices
-from titan_rl.wire.worker_address import RUN, Holder, holder_in, listener, port_range
+from titan_rl.wire.ports import listener, port_range
 
 CHECKS = 10  # checks of the lease within orphan_seconds
 NEXT = "next"  # file that is locked by an agent which waits for the host
 LATE_SECONDS = 2.0  # a controller whose next call is later than announced is silent
 POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """Facts of a host. The first two must be equal on all hosts, so every version of titan_rl must be able to read
-    them."""
-
-    versions: str
-    folder: str  # current folder: relative paths of the config start here
-    private: str  # folder that only this user can open, until the agent ends
-    report: str  # socket to which launchers report
-    fork_servers: str  # folder of the sockets; empty: ranks start cold
-    parent: int  # process of the worker, which starts ranks
-    machine: str
-    place: str  # equal for processes that can map each other's memory: two containers on one machine cannot
-    cores: int
-    gpus: list[str]
-    address: str  # by which other hosts reach this one
-    port: int  # the agent's: the kernel refuses connections once the agent has ended
 
 
 class Refusal(NamedTuple):
@@ -129,7 +111,7 @@ class HostAgent(Actor):
             os.getcwd(),
             self._private.name,
             f"{self._private.name}/report",
-            servers if (servers := os.environ.get(VARIABLE, OFF)) != OFF else "",
+            starter().folder,
             os.getppid(),
             machine(),
             here(),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from titan_rl.config.toml import find, load
+from titan_rl.ext.hosts.host_places import HostPlaces
 from titan_rl.meshes.hosts import Host
-from titan_rl.train.rank_places import RankPlaces
 from titan_rl.wire.errors import RunError
 
 
@@ -25,7 +25,7 @@ class Hosts:
         nothing: Any = None
         self.all = [Host(nothing, f"host{n}", lost=lambda n=n: n in self.lost, joined=0.0) for n in range(3)]
         setup: Any = SimpleNamespace(config=config, device="cpu")
-        self.rank_places = RankPlaces(setup, self.all)
+        self.rank_places = HostPlaces(setup, self.all)
 
     def trainer(self) -> list[tuple[str, int]]:
         return [(rank_place.host.name, rank_place.ranks) for rank_place in self.rank_places.of_model("trainer")]

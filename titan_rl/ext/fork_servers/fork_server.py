@@ -2,7 +2,7 @@
 
     python -P fork_server.py KIND LISTENER PARENT     KIND: a key of PRELOAD; LISTENER: an open socket
 
-    controller ── Monarch ──> rank launcher (rank_launcher.py)
+    controller ── Monarch ──> rank launcher (forking_rank_launcher.py)
                                 │ socket: Request       back: "pid N" and "end STATUS", or "cold REASON"
                               fork server of the kind ── fork ──> rank: Monarch's ordinary bootstrap
 
@@ -106,7 +106,7 @@ def main() -> None:
 def preload(kind: str) -> None:
     compiling = nullcontext()
     if kind == "model":
-        actors = Path(__file__).resolve().parents[1] / "actors"
+        actors = Path(__file__).resolve().parents[2] / "actors"
         runpy.run_path(str(actors / "titan" / "__init__.py"))  # TorchTitan imports without triton after it
         compiling = runpy.run_path(str(actors / "imports.py"))["compile_deferred"]()
     with compiling:
