@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.adapters import LAYERS, adapter_names, targets
+from titan_rl.ext.adapters.layers import LAYERS, adapter_names, targets
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece, is_adapter
 

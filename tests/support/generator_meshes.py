@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,9 @@ class OneTrainer:
     async def stage(self, copies: Any, places: Any, sync: c.WeightSyncSection) -> list[Any]:
         import torch
 
+        from titan_rl.actors.sync.held_shards import local_tensors
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.staging = Staging(
             self._held,
@@ -137,7 +140,7 @@ class OneTrainer:
             torch.float32,
             slice_bytes=1 << 20,
             block_bytes=sync.block_kb << 10,
-            adapter_scale=self._lora.scale if self._lora.on else 1.0,
+            view=partial(applied, scale=self._lora.scale) if self._lora.on else local_tensors,
         )
         return [self.staging.offer(remote=False)]
 

@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from support.tiny import tiny_llama, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.vllm_params import adapted, pieces, verify_complete
 from titan_rl.config.sections import LoraSection, WeightSyncSection
-from titan_rl.wire.adapters import SLOT_RANKS, adapter_parameters
+from titan_rl.ext.adapters.layers import SLOT_RANKS, adapter_parameters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import ReaderCost
@@ -61,13 +62,14 @@ class Trainer:
 
         from titan_rl.actors.sync.landing import Landing
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.engine, self.model, self.shape = engine, model, shape
         self.base = load_file(folder / "model.safetensors")
         self.adapters = adapters(model, shape, LORA, 0)
         self.held = self.base | self.adapters
         run = plan([shards(self.held)], [pieces(shape, tp=1, rank=0, lora=LORA)]).outgoing(0)[0]
-        self.staging = Staging(self.held, {0: run}, float32, block_bytes=BLOCK, adapter_scale=LORA.scale)
+        self.staging = Staging(self.held, {0: run}, float32, block_bytes=BLOCK, view=partial(applied, scale=LORA.scale))
         source = Source(0, self.staging.offer(remote=False)[0], run, "float32", BLOCK)
         self.landing = Landing(engine.params(), [source], WeightSyncSection(delta=True))
         self.serial = 0

@@ -11,10 +11,10 @@ import pytest
 from support.engine_runs import gap, run, run_checks
 from support.lora_weights import adapters, merged
 from support.tiny import tiny_llama
-from titan_rl.actors.titan.lora import write_peft
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.vllm_params import adapted
 from titan_rl.config.sections import LoraSection
+from titan_rl.ext.adapters.ranks.lora import write_peft
 from titan_rl.ext.tinker.served import MAX_TOGETHER
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request, Sampling

@@ -6,6 +6,7 @@ As in test_engine.py, one test runs this file's check_* functions in a separate 
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.vllm_params import adapted, adapters_in, in_slot, pieces
 from titan_rl.config.sections import LoraSection, WeightSyncSection
-from titan_rl.wire.adapters import adapter_parameters
+from titan_rl.ext.adapters.layers import adapter_parameters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Completion, Request, Sampling
@@ -58,6 +59,7 @@ class Policies:
 
         from titan_rl.actors.sync.landing import Landing
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.engine, self.model, self.shape = engine, model, shape
         base = load_file(folder / "model.safetensors")
@@ -67,7 +69,7 @@ class Policies:
             held = adapters(model, shape, LORA, slot) | ({} if slot else base)
             own = adapters_in(slot, wanted) if slot else wanted
             copies = plan([shards(held)], [own]).outgoing(0)[0]
-            staging = Staging(held, {0: copies}, float32, block_bytes=BLOCK, adapter_scale=LORA.scale)
+            staging = Staging(held, {0: copies}, float32, block_bytes=BLOCK, view=partial(applied, scale=LORA.scale))
             source = Source(0, staging.offer(remote=False)[0], copies, "float32", BLOCK)
             self.held.append(held)
             self.stagings.append(staging)

@@ -11,6 +11,7 @@ from typing import Any
 
 PARTS = {
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
+    "adapters of trainers": "ext.adapters.ranks.lora:Adapters",
     "checks of policies": "ext.policies.checks:judged_policies",
     "checks of reasoning_gym": "ext.reasoning_gym.checks:gym_problems",
     "control": "ext.control.steering:steered",
@@ -38,6 +39,8 @@ PARTS = {
     "served models": "ext.tinker.ranks.served_models:ServedModels",
     "session of policies": "ext.policies.session:session_of_policies",
     "setups of policies": "ext.policies.planning:prepared",
+    "sizes of adapters": "ext.adapters.sizes:AdapterSizes",
+    "sync of adapters": "ext.adapters.adapter_sync:fits",
     "task reasoning_gym": "ext.reasoning_gym.problems:procedural",
     "tests of a row": "ext.sandbox.code_tests:row_tests",
     "tests of code": "ext.sandbox.checks:untested",

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "kept batches": {"record": {"batches": 3}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
+    "adapters of trainers": {"lora": {"rank": 8}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

@@ -26,6 +26,11 @@ def runs_code(config: Config) -> bool:
     return config.sandbox != SandboxSection() or any(":" in name or name == "code_tests" for name in named)
 
 
+def adapts(config: Config) -> bool:
+    lora = config.lora
+    return lora.on or bool(lora.targets) or lora.sync == "adapter"
+
+
 NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
@@ -34,6 +39,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("adapters of trainers", "lora", adapts),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -45,6 +51,9 @@ CHECKS: Sequence[tuple[str, Needs]] = (
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 
+MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts),)
+"""The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""
+
 
 def check_parts(config: Config) -> Iterator[str]:
     for name, key, needs in NEEDED:
@@ -52,6 +61,6 @@ def check_parts(config: Config) -> Iterator[str]:
             yield parts.missing_part(name, key)
 
 
-def checks_of_parts(config: Config) -> list[Any]:
+def checks_of_parts(config: Config, checks: Sequence[tuple[str, Needs]] = CHECKS) -> list[Any]:
     """Return the modules of the checks that a config needs. No others are imported."""
-    return parts.modules_of(name for name, needs in CHECKS if needs(config))
+    return parts.modules_of(name for name, needs in checks if needs(config))

@@ -5,8 +5,8 @@ that were used last.
 from pathlib import Path
 from typing import Any
 
+from titan_rl.ext.adapters.layers import PEFT_WEIGHTS, slot_rank
 from titan_rl.ext.tinker.served import MAX_TOGETHER
-from titan_rl.wire.adapters import PEFT_WEIGHTS, slot_rank
 
 MAX_READ = 32
 """Adapters that stay in host memory. Requests for others read again."""
