@@ -14,7 +14,7 @@ from support.lora_weights import adapters
 from support.weight_layouts import NO_LORA
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted
+from titan_rl.actors.vllm.engine_adapters import engine_adapters
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
@@ -67,8 +67,7 @@ def started(
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
-        adapter_rank=lora.rank,
-        adapted_layers=tuple(adapted(shape_of_folder(str(folder), "model"), lora)) if lora.on else (),
+        adapters=engine_adapters(lora.in_vllm, shape_of_folder(str(folder), "model"), 1),
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:

@@ -16,9 +16,10 @@ from support.engine_runs import finish, gap, run, run_checks, withdraw_all
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted, adapters_in, in_slot, pieces
+from titan_rl.actors.vllm.vllm_params import adapters_in, in_slot, pieces
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.ext.adapters.layers import adapter_parameters
+from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Completion, Request, Sampling
@@ -43,10 +44,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def engine(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_mb": 32}
-    layers = tuple(adapted(shape, LORA))
-    settings = EngineSettings(
-        model_dir=str(folder), adapter_rank=LORA.rank, adapted_layers=layers, adapter_slots=SLOTS, **room
-    )
+    settings = EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape, slots=SLOTS), **room)
     return Engine(settings)
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "adapters of engines": "ext.adapters.ranks.vllm_adapter:SlotAdapters",
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
     "adapters of trainers": "ext.adapters.ranks.lora:Adapters",
     "checks of policies": "ext.policies.checks:judged_policies",
@@ -17,7 +18,7 @@ PARTS = {
     "control": "ext.control.steering:steered",
     "curriculum": "ext.curriculum.curriculum:Curriculum",
     "environments": "ext.agents.bring_up:environments_of",
-    "folder adapters": "ext.tinker.ranks.folder_adapters:engine_args",
+    "folder adapters": "ext.tinker.ranks.folder_adapters:FolderAdapters",
     "folders of policies": "ext.policies.planning:settle_policies",
     "games": "ext.agents.games:GAMES",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
@@ -25,11 +26,11 @@ PARTS = {
     "losses of reward models": "ext.preference.ranks.objectives:reward",
     "openings of environments": "ext.agents.openings:openings",
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
+    "parameters of adapters": "ext.adapters.live_adapters:live_adapters",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",
     "prompts after an opening": "ext.agents.conversation:read_after",
     "rehearsal of environments": "ext.agents.rehearsal:rehearse",
-    "requests of folder adapters": "ext.tinker.ranks.folder_adapters:request",
     "reward code_tests": "ext.sandbox.rewards:passes_tests",
     "reward judge": "ext.llm_judge.llm_judge:LlmJudge",
     "reward judge_group": "ext.llm_judge.llm_judge:GroupJudge",
