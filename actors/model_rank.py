@@ -155,15 +155,14 @@ class ModelRank(Actor):
         from titan_rl.actors.sync.staging import Staging
         from titan_rl.actors.sync.transport import is_remote
 
-        model, lora = self._model, self._model.config.lora
+        model = self._model
         staging = self._stagings[model.policy_name] = Staging(
             model.by_hf_name,
             copies,
             getattr(torch, model.config.generator.dtype),
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
-            merged_by=lora.scale if lora.on and not lora.in_vllm else None,
-            adapter_scale=lora.scale if lora.in_vllm else 1.0,
+            view=model.adaptation.packed,
         )
         with quiet_rdma():
             remote = any(is_remote(place, sync.transport) for place in places)

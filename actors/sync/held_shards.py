@@ -67,6 +67,12 @@ def local_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with the parts of all ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def part_of(name: str, param: Tensor) -> list[tuple[int, int]]:
     """Return (first index, size) of this rank's part of each dimension."""
     return [_extent(name, param, dim, own_coordinates) for dim in range(param.dim())]

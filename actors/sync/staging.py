@@ -16,15 +16,15 @@ from torch import Tensor
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.held_shards import local_tensors
-from titan_rl.actors.sync.merged import Merged
 from titan_rl.actors.sync.transport import PACKING, How, Memory, TrainerLink, octets
 from titan_rl.kernels.pack_weights import pack, pack_one_by_one
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.parts import needed_part
-from titan_rl.wire.weight_plan import LORA_B, Copy
+from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer
 
 Pack = Callable[[Mapping[str, Tensor], Sequence[Copy], Tensor], None]
+View = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 SLICE_BYTES = 8 << 20
 """Size of one read over a link: 4 to 8 MiB measured best over Monarch's TCP fallback."""
 
@@ -45,16 +45,14 @@ class Staging:
         slice_bytes: int = SLICE_BYTES,
         block_bytes: int,
         checksums: bool = True,
-        merged_by: float | None = None,
-        adapter_scale: float = 1.0,
+        view: View = local_tensors,
     ) -> None:
-        """`merged_by` is alpha / rank if adapters are added to the weights that are packed. `adapter_scale` is alpha /
-        rank if readers get the adapters: B is multiplied by it, as they compute with it."""
+        """`view` returns this rank's tensors as they are packed (adaptation.py)."""
         for key, nbytes in {"slice_bytes": slice_bytes, "block_bytes": block_bytes}.items():
             if nbytes < dtype.itemsize:
                 raise ValueError(f"{key}: expected at least one element of {dtype}, found {nbytes} bytes")
-        self._params, self._merged_by, self._adapter_scale = params, merged_by, adapter_scale
-        local = self._local()
+        self._params, self._view = params, view
+        local = local_tensors(params)
         if absent := sorted({copy.name for run in copies.values() for copy in run} - set(local)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
         self._copies = copies
@@ -88,12 +86,6 @@ class Staging:
     def forget_frozen(self) -> None:
         """Pack also the frozen weights again, because packed bytes have been damaged."""
         self._frozen = [{}, {}]
-
-    def _local(self) -> dict[str, Tensor]:
-        local = local_tensors(self._params)
-        if self._adapter_scale != 1:
-            local |= {name: b * self._adapter_scale for name, b in local.items() if name.endswith(LORA_B)}
-        return local
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
@@ -136,10 +128,9 @@ class Staging:
         }
 
     def _current(self) -> tuple[Mapping[str, Tensor], Pack]:
-        """Return this rank's tensors, and how they are packed: merged ones are computed one at a time."""
-        if self._merged_by is None:
-            return self._local(), pack
-        return Merged(self._params, self._merged_by), pack_one_by_one
+        """Return this rank's tensors, and how they are packed: those computed when they are read, one at a time."""
+        tensors = self._view(self._params)
+        return tensors, pack if isinstance(tensors, dict) else pack_one_by_one
 
     def offer(self, *, remote: bool, how: How = "auto") -> dict[int, Offer]:
         """Return where each reader finds its run. If any reader is `remote`, the runs are linked, once."""

@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_rl.actors.sync.merged import Merged
-from titan_rl.actors.titan.lora import is_adapter
 from titan_rl.actors.titan.model import TitanModel, local
 from titan_rl.actors.titan.rotary_order import of_earlier_version, reorder
 from titan_rl.actors.titan.summed_writer import load_checkpoint
@@ -41,9 +39,9 @@ class CheckpointModel(TitanModel):
         super().__init__(alone, shape, ParallelismSection())
         self.model.eval().requires_grad_(False)
         state = self.model.state_dict()
-        if alone.lora.on:  # the checkpoint has the adapters alone
+        if self.adaptation.freezes:  # the checkpoint has the added parameters alone
             self.begin()
-            state = {name: value for name, value in state.items() if is_adapter(name)}
+            state = {name: value for name, value in state.items() if self.adaptation.adds(name)}
         load_checkpoint(state, folder)
         if of_earlier_version(folder):
             reorder(shape, self.model.named_parameters())
@@ -51,15 +49,6 @@ class CheckpointModel(TitanModel):
     def not_finite(self) -> str:
         """Return the name of a tensor with NaN or an infinity, which a few sequences may never reach; or ""."""
         return next((name for name, tensor in self.by_hf_name.items() if not local(tensor).isfinite().all()), "")
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the adapters to the weights, and turn them off."""
-        parameters = self.by_hf_name
-        merged = Merged(parameters, self.config.lora.scale)
-        for name in merged.adapters:
-            local(parameters[name]).copy_(merged[name])
-        self.read_adapters("")
 
     @torch.no_grad()
     def round_weights(self, dtype: torch.dtype) -> None:

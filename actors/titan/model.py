@@ -36,18 +36,18 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.sync.merged import Merged, whole
+from titan_rl.actors.sync.held_shards import whole
 from titan_rl.actors.titan import (
     compiled_blocks,
     document_attention,
     experts,
     flash_attention,
     heads,
-    lora,
     private,
     titan_cpu,
 )
 from titan_rl.actors.titan.activation_offload import OffloadAC
+from titan_rl.actors.titan.adaptation import Adaptation, adaptation_of
 from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.actors.titan.row_parts import RowParts, row_parts, whole_rows
 from titan_rl.actors.titan.shard_reader import read_shards
@@ -56,7 +56,6 @@ from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
-from titan_rl.wire.adapters import PEFT_FOLDER
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.top_tokens import entries
@@ -104,8 +103,7 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
     routed = experts.OVERRIDES if shape.experts else []
     imports = [heads.OVERRIDES[shape.head], *attention, *routed]
     apply_overrides(OverrideConfig(imports=[*imports, *config.override.imports]), spec.model)
-    if config.lora.on:  # last: overrides look for the very classes of configs, which this replaces
-        lora.add_adapters(spec, config.lora, shape)
+    adaptation_of(config).convert(spec, shape)  # last: overrides look for the very classes of configs it replaces
     return spec
 
 
@@ -119,8 +117,7 @@ def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: Par
     }
     with torch.device("meta"), titan_utils.set_default_dtype(getattr(torch, config.training.dtype)):
         model = spec.model.build()
-    if config.lora.on:
-        lora.freeze_base(model, getattr(torch, config.lora.base_dtype))
+    adaptation_of(config).freeze(model)
     return spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -145,6 +142,7 @@ class TitanModel:
         titan_utils.device_module.set_device(self.device)
         self.config = config = resolved(config, self.device.type)
         self.titan = titan_config(config, parallelism)
+        self.adaptation = adaptation_of(config)
         if self.titan.compile.enable:
             compiled_blocks.use_few_graphs()
         meet_in_file()
@@ -160,7 +158,7 @@ class TitanModel:
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
         self.row_parts = row_parts(parallelism, self.device.type)
         self.model = self._build()
-        self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
+        self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()], self.adaptation)
 
     @property
     def _offloads(self) -> bool:
@@ -186,7 +184,7 @@ class TitanModel:
         if folder := self.config.model.hf_assets_path:
             self.read(folder, head=self.shape.head == "lm")  # a reward model in training begins with a new head
             self.zero_value_head()
-            self.begin_adapters()
+            self.adaptation.begin(self.model, self.config.debug.seed)
         else:
             self.initialize()
 
@@ -202,18 +200,12 @@ class TitanModel:
             dtype=getattr(torch, config.training.dtype),
         )
         self.zero_value_head()
-        self.begin_adapters()
-
-    def begin_adapters(self) -> None:
-        """Draw the adapters, if the model has any. They change no output until they are trained."""
-        if self.config.lora.on:
-            lora.begin_adapters(self.model, self.config.debug.seed)
+        self.adaptation.begin(self.model, config.debug.seed)
 
     @property
     def synced(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that a weight sync moves. Adapters are added to them, unless vLLM applies adapters."""
-        apart = self.config.lora.sync == "adapter"
-        return [(name, p) for name, p in self.model.named_parameters() if apart or not lora.is_adapter(name)]
+        """Return the parameters that a weight sync moves."""
+        return [(name, p) for name, p in self.model.named_parameters() if self.adaptation.syncs(name)]
 
     def zero_value_head(self) -> None:
         """Set the value head, if the model has one, to zero: every position starts with value 0."""
@@ -328,7 +320,7 @@ class TitanModel:
         names = self.names
         if self.shape.head == "value":
             names = {**names, "lm_head.weight": HF_VALUE_HEAD}
-        parameters = [(n, p) for n, p in self.model.named_parameters() if not lora.is_adapter(n)]
+        parameters = [(n, p) for n, p in self.model.named_parameters() if not self.adaptation.adds(n)]
         wanted = {n: p for n, p in parameters if head or plain(n) != "lm_head.weight"}
         read_shards(Path(folder), wanted, names, self.shape.folder_rows())
 
@@ -341,14 +333,14 @@ class TitanModel:
         adapters: bool = True,
     ) -> None:
         """Write the weights as Hugging Face safetensors, by default in training.dtype, in files of at most `file_bytes`
-        unless one tensor has more. Adapters are added to them, and written beside them in PEFT's layout, unless
-        `adapters` is off. The caller adds config.json and the tokenizer."""
+        unless one tensor has more. Adapters are added to them, and written beside them, unless `adapters` is off. The
+        caller adds config.json and the tokenizer."""
         written: torch.dtype = dtype or getattr(torch, self.config.training.dtype)
-        adapters = adapters and self.config.lora.on
+        adaptation = self.adaptation if adapters else Adaptation()
         with torch.no_grad():
             self.reshard()
             state = self._to_hf(adapter(self.spec, None))
-            state = {name: value.to(written) for name, value in (self._merged(state) if adapters else state.items())}
+            state = {name: value.to(written) for name, value in adaptation.merged(state, self.by_hf_name)}
             for one, parts in self.shape.fused().items():
                 state[one] = joined([state.pop(part) for part in parts])
             for one in self.shape.stacked():
@@ -363,41 +355,7 @@ class TitanModel:
             save(state, storage_writer=writer)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
-        if adapters:
-            self._write_adapters(Path(folder))
-
-    def _merged(self, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield a state's tensors by Hugging Face's names, each with its adapter added if it has one."""
-        merged = Merged(self.by_hf_name, self.config.lora.scale)
-        for name, value in state.items():
-            if name not in merged.adapters:
-                yield name, value
-            elif isinstance(value, DTensor):
-                size = {"shape": value.shape, "stride": value.stride()}
-                yield name, DTensor.from_local(merged[name], value.device_mesh, value.placements, **size)
-            else:
-                yield name, merged[name]
-
-    def _write_adapters(self, folder: Path) -> None:
-        tensors = {
-            self.names[name]: whole(parameter).to("cpu", copy=True)
-            for name, parameter in self.model.named_parameters()
-            if lora.is_adapter(name)
-        }
-        if dist.get_rank() == 0:
-            lora.write_peft(folder / PEFT_FOLDER, tensors, self.config.lora, self.shape, self.config.model.base)
-
-    def read_adapters(self, folder: str | Path) -> None:
-        """Load the adapters of an exported folder; without one, set B to zero, which turns the adapters off."""
-        back = {hf: plain(name) for name, hf in self.names.items()}
-        if folder:
-            tensors = lora.read_peft(Path(folder) / PEFT_FOLDER)
-            titan_cpu.load_whole(self.model, {back[name]: tensor for name, tensor in tensors.items()})
-            return
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if lora.is_adapter(name) and ".lora_b." in name:
-                    local(parameter).zero_()
+        adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
 
     @property
     def by_hf_name(self) -> dict[str, torch.nn.Parameter]:
@@ -416,7 +374,7 @@ class FrozenWeights:
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
         self._hold(model, list(model.model.parameters()))
         model.read(folder)
-        model.read_adapters("")
+        model.adaptation.read(model.model, model.names, "")
         self._exchange()
 
     def _hold(self, model: TitanModel, parameters: list[torch.nn.Parameter]) -> None:
@@ -448,8 +406,8 @@ class FrozenAdapters(FrozenWeights):
     """Frozen adapters from an exported folder, or none, over the model's own frozen weights."""
 
     def __init__(self, model: TitanModel, folder: str | Path = "") -> None:
-        self._hold(model, [p for name, p in model.model.named_parameters() if lora.is_adapter(name)])
-        model.read_adapters(folder)
+        self._hold(model, [p for name, p in model.model.named_parameters() if model.adaptation.adds(name)])
+        model.adaptation.read(model.model, model.names, folder)
         self._exchange()
 
 

@@ -16,7 +16,6 @@ from torchtitan.components.checkpoint import (
     MODEL,
     OPTIMIZER,
     TRAIN_STATE,
-    ModelWrapper,
 )
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.optimizer.utils import init_optim_state
@@ -26,7 +25,6 @@ from titan_rl.actors.titan.copies import copies_of
 from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
 from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
-from titan_rl.actors.titan.lora import TrainedState
 from titan_rl.actors.titan.model import AveragedWeights, DeviceRows, TitanModel
 from titan_rl.actors.titan.private import end_checkpoint_process
 from titan_rl.actors.titan.reduction import Reduction, finish
@@ -125,8 +123,8 @@ class Phase:
             sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
             base_folder=config.job.dump_folder,
         )
-        trained = (TrainedState if config.lora.on else ModelWrapper)([model.model])
-        if config.checkpoint.enable and config.lora.on:
+        trained = model.adaptation.state(model.model)
+        if config.checkpoint.enable:
             self._checkpoints.states[MODEL] = trained
         # The same states as in a checkpoint. The manager has none where checkpoint.enable is off.
         self._copies = copies_of(

@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from titan_rl.actors.titan import lora
 from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import AveragedWeights, FrozenAdapters, FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
@@ -79,7 +78,7 @@ class RoleModel(TitanModel):
             own = {name: resolved(each, self.device.type) for name, each in policies.items()}
             self._policies = {name: Policy(each) for name, each in own.items()}
             (first, each), *others = own.items()
-            lora.begin_adapters(self.model, each.debug.seed)
+            self.adaptation.begin(self.model, each.debug.seed)
             self._bank = bank = needed_part("adapters of policies", "policies")(self, first)
             for name, each in others:
                 bank.add(name, each.debug.seed)
@@ -108,10 +107,9 @@ class RoleModel(TitanModel):
         `frozen_role` that `scores` takes."""
         if frozen_role:
             self._settle()
-            if (
-                frozen_role == "reference" and self.config.lora.on
-            ):  # what RL begins with: no adapters, or the cold start's
-                self._policy.frozen[frozen_role] = FrozenAdapters(self, folder if self.config.cold_start.steps else "")
+            if frozen_role == "reference" and self.adaptation.freezes:
+                begun = folder if self.config.cold_start.steps else ""  # no adapters, or the cold start's
+                self._policy.frozen[frozen_role] = FrozenAdapters(self, begun)
             else:
                 self._policy.frozen[frozen_role] = FrozenWeights(self, folder)
             return

@@ -24,14 +24,14 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.actors.titan import family_parts, private
+from titan_rl.actors.titan.adaptation import Adaptation
 from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
-from titan_rl.wire.adapters import adapter_names
 from titan_rl.wire.model_families import BEFORE, NormPlace
 from titan_rl.wire.model_shape import ModelShape
 
 NO_DIMENSION = -1
-ADAPTER = re.compile(r"\.lora_([ab])(?=\.weight$)")
+WHOLE = Adaptation()
 STACKED = "moe.routed_experts.inner_experts."
 GPT_OSS = {  # names in a block
     "self_attn.o_proj.bias": "attention.wo.bias",
@@ -229,19 +229,15 @@ def plain(name: str) -> str:
     return name.replace(private.CHECKPOINT_PREFIX, "")
 
 
-def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
+def hf_names(spec: ModelSpec, names: list[str], adaptation: Adaptation = WHOLE) -> dict[str, str]:
     """Map TorchTitan's parameter names to Hugging Face's. A stack of all experts has {} for the expert's number."""
     back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:
-        if ".lora_" in name:
-            weight, matrix = ADAPTER.sub("", name), ADAPTER.search(name)
-            assert matrix
-            return adapter_names(hf(weight))["ab".index(matrix[1])]
         layer = re.search(r"\d+", name)
         generic = re.sub(r"\d+", "{}", plain(name), count=1)
         if generic not in back:
             raise ValueError(f"override.imports: expected overrides that keep the parameters' names, found {name}")
         return back[generic].replace("{}", layer[0], 1) if layer else back[name]
 
-    return {name: hf(name) for name in names}
+    return {name: adaptation.hf_name(name, hf) for name in names}

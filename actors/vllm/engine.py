@@ -22,13 +22,13 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import routed_tokens, vllm_adapter, vllm_cpu
+from titan_rl.actors.vllm import routed_tokens, vllm_cpu
+from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.routed_tokens import RouteRecorder, routes_of
 from titan_rl.actors.vllm.vllm_args import (
@@ -42,7 +42,6 @@ from titan_rl.actors.vllm.vllm_args import (
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
-from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.routes import Routes
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request
@@ -67,10 +66,7 @@ class EngineSettings(GeneratorSection):
     head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
     records_kept: bool = False  # the kept sets of truncated sampling
     records_routes: bool = False  # the experts of each token
-    adapter_rank: int = 0  # every request uses an adapter of this rank (LoRA); 0: none
-    adapted_layers: tuple[str, ...] = ()  # by Hugging Face's names
-    adapter_slots: int = 1  # policies, each with an adapter; a request names its slot
-    folder_rank: int = 0  # requests may name the folder of an adapter of at most this rank; 0: none may
+    adapters: EngineAdapters = field(default_factory=EngineAdapters)  # LoRA
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
@@ -149,8 +145,6 @@ class Engine:
             if on_cpu:
                 use_given_threads()
                 vllm_cpu.patch()
-                if settings.adapter_rank or settings.folder_rank:
-                    vllm_cpu.apply_adapters()
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings) | quantization_args(settings, on_cpu=on_cpu)
@@ -168,12 +162,8 @@ class Engine:
             args |= kept_tokens.engine_args(on_cpu=on_cpu)
         if settings.records_routes:
             args |= routed_tokens.engine_args(on_cpu=on_cpu)
-        self._adapters: list[Any] = []  # LoRA: what makes a request use the adapter in a slot
-        if settings.adapter_rank:
-            self._adapters = [vllm_adapter.request(slot) for slot in range(settings.adapter_slots)]
-            args |= vllm_adapter.engine_args(settings.adapter_rank, settings.adapted_layers, settings.adapter_slots)
-        if settings.folder_rank:
-            args |= needed_part("folder adapters", "serve")(settings.folder_rank, settings.adapted_layers)
+        self._adapters = settings.adapters
+        args |= self._adapters.engine_args(on_cpu=on_cpu)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
@@ -185,14 +175,12 @@ class Engine:
         self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
-        self._folders = dict[tuple[str, int, int], int]()  # vLLM's number of each adapter from a folder
         self._stats = EngineStats()
-        slots = settings.adapter_slots
+        slots = settings.adapters.slots
         self._salts = [0] * slots  # requests share keys and values in the prefix cache under equal salts only
         self.versions: list[int | None] = [None] * slots  # by slot; None: its weights are not known
         self.asleep = False
-        if self._adapters:
-            self._llm.apply_model(vllm_adapter.put_zeros)
+        self._adapters.begin(self._llm)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
@@ -251,9 +239,7 @@ class Engine:
     def _enqueue(self, open: OpenRequest, samples: Iterable[int]) -> None:
         """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
         request, salt = open.request, str(self._salts[open.request.slot])
-        adapter = self._adapters[request.slot] if self._adapters else None
-        if request.adapter:
-            adapter = needed_part("requests of folder adapters", "serve")(request.adapter, self._folders)
+        adapter = self._adapters.request(request)
         for i in samples:
             begun = open.samples[i].tokens
             id = open.unfinished[i] = str(next(self._ids))
@@ -301,11 +287,13 @@ class Engine:
     def params(self, slot: int = 0) -> "dict[str, Tensor]":
         """Return the live parameters, and the adapter in a slot, to be overwritten in place between suspend and
         set_version."""
-        if self._adapters:
-            (tensors,) = self._llm.apply_model(partial(vllm_adapter.live_tensors, slot=slot))
-            return tensors
-        (parameters,) = self._llm.apply_model(lambda model: dict(model.named_parameters()))
-        return {name.replace(".base_layer.", "."): parameter.detach() for name, parameter in parameters.items()}
+
+        def live(model: Any) -> "dict[str, Tensor]":
+            own = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
+            return own | self._adapters.tensors(model, slot)
+
+        (tensors,) = self._llm.apply_model(live)
+        return tensors
 
     def _buffer_sums(self) -> dict[str, str]:
         (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))
@@ -328,8 +316,8 @@ class Engine:
             if lost := [name for name, sum in self._buffers.items() if sums[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
-        if self.asleep and self.offloads and self._adapters:
-            self._llm.apply_model(vllm_adapter.put_zeros)
+        if self.asleep and self.offloads:
+            self._adapters.begin(self._llm)
         self.asleep = False
 
     def suspend(self, slot: int = 0) -> None:
@@ -342,8 +330,7 @@ class Engine:
         By default the keys and values of unfinished samples are dropped too, and recomputed by the next step. With
         `keep` samples continue with them, at no cost; only samples without a token start again. With
         several slots, samples of the others are not touched, and this slot's are resumed as after another engine."""
-        if self._adapters:
-            self._llm.apply_model(vllm_adapter.check_slots)
+        self._adapters.check(self._llm)
         opened = [open for open in self._open.values() if open.request.slot == slot]
         if not keep:
             self._stats.recomputed += sum(open.cached(self._block) for open in opened)
@@ -361,8 +348,7 @@ class Engine:
         """Return the SHA-256 of every live parameter, and of each slot's adapter."""
         sums = _sums(self.params().items())
         for slot in range(1, len(self.versions)):
-            adapters = [(n, tensor) for n, tensor in self.params(slot).items() if ".lora_" in n]
-            sums |= _sums(adapters)
+            sums |= _sums((name, tensor) for name, tensor in self.params(slot).items() if name not in sums)
         return sums
 
     def stats(self) -> EngineStats:

@@ -11,7 +11,7 @@ from titan_rl.wire.types import Request, Sampling
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
 NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records_kept", "quantization"} | {
-    *("adapter_rank", "adapted_layers", "adapter_slots", "folder_rank", "records_routes")
+    *("adapters", "records_routes")
 }
 
 KEPT_LAYOUT = {"moe_backend": "triton"}

@@ -1,7 +1,7 @@
 """The live parameters of vLLM's decoders (model_families.py), and the Hugging Face tensors that fill them.
 
 vLLM fuses q, k and v, and gate and up, stacks experts, pads embeddings, and cuts parameters over its tensor-parallel
-ranks. The adapters of a fused layer stay apart (vllm_adapter.py).
+ranks. The adapters of a fused layer stay apart (titan_rl/ext/adapters).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.adapters import LAYERS, adapter_names, targets
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_plan import Piece, is_adapter
 
 W13, W2 = "routed_experts.w13_weight", "routed_experts.w2_weight"  # [E, 2F, D], [E, D, F]
@@ -46,11 +46,6 @@ def in_slot(slot: int, param: str) -> str:
     return f"{param}@{slot}" if slot else param
 
 
-def adapted(shape: ModelShape, lora: LoraSection) -> list[str]:
-    """Return the linear layers of a block that have an adapter, such as "q_proj"."""
-    return [LAYERS[target].rpartition(".")[2] for target in targets(lora, shape)]
-
-
 def is_quantized(param: str) -> bool:
     """Return whether generator.quantization applies to a parameter: the weights of the blocks' linear layers."""
     return param.endswith("_proj.weight")
@@ -71,7 +66,7 @@ def live_shapes(
 def param_shapes(shape: ModelShape, tp: int, lora: LoraSection | None = None) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
 
-    def local(param: str, parts: list[_Part]) -> tuple[int, ...]:
+    def local(param: str, parts: list[LivePart]) -> tuple[int, ...]:
         rows = sum(part.height for part in parts)
         if param.endswith((W13, W2)):  # rows of one expert after the other
             return shape.experts, rows // shape.experts, parts[0].width
@@ -103,7 +98,7 @@ def verify_complete(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class LivePart:
     """A Hugging Face tensor in a live parameter, cut into equal parts by rows or columns. Each rank has one part; if
     there are fewer cuts than ranks, neighbouring ranks share one. Without a name: zeros that no sync writes."""
 
@@ -123,13 +118,13 @@ class _Part:
         return self.cols // self.col_cuts
 
 
-def _live(shape: ModelShape, tp: int, lora: LoraSection | None) -> Iterator[tuple[str, list[_Part]]]:
+def _live(shape: ModelShape, tp: int, lora: LoraSection | None) -> Iterator[tuple[str, list[LivePart]]]:
     yield from _parameters(shape, tp)
     if lora is not None:
-        yield from _adapters(shape, tp, lora)
+        yield from needed_part("parameters of adapters", "lora.rank")(_parameters(shape, tp), lora, shape)
 
 
-def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[LivePart]]]:
     """Yield vLLM's parameters in its own order, each with its Hugging Face tensors from top to bottom."""
     vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     kv_cuts = min(shape.n_kv_heads, tp)
@@ -145,11 +140,11 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
 
     dim, q, kv = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
 
-    def vector(name: str, size: int) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, size, 1)]
+    def vector(name: str, size: int) -> tuple[str, list[LivePart]]:
+        return name, [LivePart(name, size, 1)]
 
-    def embedding(name: str) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
+    def embedding(name: str) -> tuple[str, list[LivePart]]:
+        return name, [LivePart(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
 
     embed, attn = ("embedding", "attn") if shape.parts.sinks else ("embed_tokens", "self_attn")  # vLLM's names
     yield f"model.{embed}.weight", embedding("model.embed_tokens.weight")[1]
@@ -158,24 +153,24 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
         yield (
             f"{at}.{attn}.qkv_proj.weight",
             [
-                _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
-                _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
-                _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
+                LivePart(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
+                LivePart(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
+                LivePart(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
             ],
         )
         if shape.qkv_bias:
             yield (
                 f"{at}.{attn}.qkv_proj.bias",
                 [
-                    _Part(f"{at}.self_attn.q_proj.bias", q, 1, row_cuts=tp),
-                    _Part(f"{at}.self_attn.k_proj.bias", kv, 1, row_cuts=kv_cuts),
-                    _Part(f"{at}.self_attn.v_proj.bias", kv, 1, row_cuts=kv_cuts),
+                    LivePart(f"{at}.self_attn.q_proj.bias", q, 1, row_cuts=tp),
+                    LivePart(f"{at}.self_attn.k_proj.bias", kv, 1, row_cuts=kv_cuts),
+                    LivePart(f"{at}.self_attn.v_proj.bias", kv, 1, row_cuts=kv_cuts),
                 ],
             )
-        yield f"{at}.{attn}.o_proj.weight", [_Part(f"{at}.self_attn.o_proj.weight", dim, q, col_cuts=tp)]
+        yield f"{at}.{attn}.o_proj.weight", [LivePart(f"{at}.self_attn.o_proj.weight", dim, q, col_cuts=tp)]
         if shape.parts.sinks:
-            yield f"{at}.{attn}.o_proj.bias", [_Part(f"{at}.self_attn.o_proj.bias", dim, 1)]
-            yield f"{at}.{attn}.sinks", [_Part(f"{at}.self_attn.sinks", shape.n_heads, 1, row_cuts=tp)]
+            yield f"{at}.{attn}.o_proj.bias", [LivePart(f"{at}.self_attn.o_proj.bias", dim, 1)]
+            yield f"{at}.{attn}.sinks", [LivePart(f"{at}.self_attn.sinks", shape.n_heads, 1, row_cuts=tp)]
         for x, size in shape.qk_norms.items():
             yield vector(f"{at}.self_attn.{x}_norm.weight", size)
         yield from _feed_forward(shape, f"{at}.mlp", tp)
@@ -186,47 +181,33 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
         yield embedding("lm_head.weight")
 
 
-def _adapters(shape: ModelShape, tp: int, lora: LoraSection) -> Iterator[tuple[str, list[_Part]]]:
-    """Yield A and B of each part of every layer that vLLM wraps because a part has an adapter. A is cut as the layer's
-    columns are, B as its rows."""
-    ends = tuple(f".{layer}.weight" for layer in adapted(shape, lora))
-    for param, parts in _parameters(shape, tp):
-        if not any(part.name.endswith(ends) for part in parts):
-            continue
-        layer = param.removesuffix(".weight")
-        for i, part in enumerate(parts):
-            a, b = adapter_names(part.name) if part.name.endswith(ends) else ("", "")
-            yield f"{layer}.lora_a.{i}", [_Part(a, lora.rank, part.cols, col_cuts=part.col_cuts)]
-            yield f"{layer}.lora_b.{i}", [_Part(b, part.rows, lora.rank, row_cuts=part.row_cuts)]
-
-
-def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[LivePart]]]:
     """Yield the parameters of a layer's feed-forward, or of its router and experts. Each rank has a part of each."""
     if shape.parts.clamped_experts:
         yield from _clamped_experts(shape, at, tp)
         return
     names = [f"{at}.experts.{expert}" for expert in range(shape.experts)] or [at]
     halves = [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")]
-    into = [_Part(half, shape.hidden_dim, shape.dim, row_cuts=tp) for half in halves]
-    out = [_Part(f"{name}.down_proj.weight", shape.dim, shape.hidden_dim, col_cuts=tp) for name in names]
+    into = [LivePart(half, shape.hidden_dim, shape.dim, row_cuts=tp) for half in halves]
+    out = [LivePart(f"{name}.down_proj.weight", shape.dim, shape.hidden_dim, col_cuts=tp) for name in names]
     if not shape.experts:
         yield f"{at}.gate_up_proj.weight", into
         yield f"{at}.down_proj.weight", out
         return
-    yield f"{at}.gate.weight", [_Part(f"{at}.gate.weight", shape.experts, shape.dim)]
+    yield f"{at}.gate.weight", [LivePart(f"{at}.gate.weight", shape.experts, shape.dim)]
     yield f"{at}.experts.{W13}", into
     yield f"{at}.experts.{W2}", out
 
 
-def _clamped_experts(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+def _clamped_experts(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[LivePart]]]:
     """Yield the parameters of gpt-oss's router and experts, whose rows of gate and up alternate on both sides."""
     if tp > 1:
         raise ValueError(f"[generator] tensor_parallel_degree: expected 1 for {shape.family}, found {tp}")
     experts, wide, dim = shape.experts, 2 * shape.hidden_dim, shape.dim
-    yield f"{at}.router.weight", [_Part(f"{at}.router.weight", experts, dim)]
-    yield f"{at}.router.bias", [_Part(f"{at}.router.bias", experts, 1)]
+    yield f"{at}.router.weight", [LivePart(f"{at}.router.weight", experts, dim)]
+    yield f"{at}.router.bias", [LivePart(f"{at}.router.bias", experts, 1)]
     each = [f"{at}.experts.{i}" for i in range(experts)]
-    yield f"{at}.experts.{W13}", [_Part(f"{name}.gate_up_proj", wide, dim) for name in each]
-    yield f"{at}.experts.{W13_BIAS}", [_Part(f"{at}.experts.gate_up_proj_bias", experts, wide)]
-    yield f"{at}.experts.{W2}", [_Part(f"{name}.down_proj", dim, shape.hidden_dim) for name in each]
-    yield f"{at}.experts.{W2_BIAS}", [_Part(f"{at}.experts.down_proj_bias", experts, dim)]
+    yield f"{at}.experts.{W13}", [LivePart(f"{name}.gate_up_proj", wide, dim) for name in each]
+    yield f"{at}.experts.{W13_BIAS}", [LivePart(f"{at}.experts.gate_up_proj_bias", experts, wide)]
+    yield f"{at}.experts.{W2}", [LivePart(f"{name}.down_proj", dim, shape.hidden_dim) for name in each]
+    yield f"{at}.experts.{W2_BIAS}", [LivePart(f"{at}.experts.down_proj_bias", experts, dim)]

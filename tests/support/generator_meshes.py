@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.lora_weights import adapters
 from support.weight_layouts import NO_LORA
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted
+from titan_rl.actors.vllm.engine_adapters import engine_adapters
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
@@ -66,8 +67,7 @@ def started(
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
-        adapter_rank=lora.rank,
-        adapted_layers=tuple(adapted(shape_of_folder(str(folder), "model"), lora)) if lora.on else (),
+        adapters=engine_adapters(lora.in_vllm, shape_of_folder(str(folder), "model"), 1),
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:
@@ -129,7 +129,9 @@ class OneTrainer:
     async def stage(self, copies: Any, places: Any, sync: c.WeightSyncSection) -> list[Any]:
         import torch
 
+        from titan_rl.actors.sync.held_shards import local_tensors
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.staging = Staging(
             self._held,
@@ -137,7 +139,7 @@ class OneTrainer:
             torch.float32,
             slice_bytes=1 << 20,
             block_bytes=sync.block_kb << 10,
-            adapter_scale=self._lora.scale if self._lora.on else 1.0,
+            view=partial(applied, scale=self._lora.scale) if self._lora.on else local_tensors,
         )
         return [self.staging.offer(remote=False)]
 

@@ -35,10 +35,10 @@ def trained(
 
     from titan_rl.actors.sync.held_shards import shards_of
     from titan_rl.actors.sync.staging import Staging
-    from titan_rl.actors.titan.lora import is_adapter
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import Weighting, pack
+    from titan_rl.ext.adapters.ranks.lora import is_adapter
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.weight_plan import plan
 
@@ -72,7 +72,7 @@ def trained(
     pieces = [Piece(n, 0, 0, n, 0, size[0], 0, size[1] if len(size) > 1 else 1) for n, size in sizes.items()]
     made_plan = plan(layouts, [pieces])
     outgoing = made_plan.outgoing(dist.get_rank())
-    staging = Staging(params, outgoing, torch.float32, block_bytes=1 << 12, merged_by=made.lora.scale)
+    staging = Staging(params, outgoing, torch.float32, block_bytes=1 << 12, view=model.adaptation.packed)
     staging.pack(1, 0, 1)
     sent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sent, [(outgoing[0], staging.runs[0][0].clone())] if outgoing else [])
@@ -117,7 +117,7 @@ def trained(
 
 
 def whole(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    from titan_rl.actors.sync.merged import whole as gathered
+    from titan_rl.actors.sync.held_shards import whole as gathered
 
     return {name: gathered(parameter).clone() for name, parameter in parameters.items()}
 

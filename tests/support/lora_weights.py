@@ -16,7 +16,7 @@ def adapters(model: Any, shape: ModelShape, lora: LoraSection, seed: int) -> "di
     """Return A and B of every adapted layer of a Hugging Face model, by PEFT's names."""
     import torch
 
-    from titan_rl.actors.vllm.vllm_params import adapted
+    from titan_rl.ext.adapters.layers import adapted
 
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in model.state_dict().items():

@@ -35,10 +35,10 @@ def interleaved(folder: Path, layout: str, saves: str = "") -> dict[str, Any]:
     checkpoints in this checkpoint.async_mode."""
     import torch
 
-    from titan_rl.actors.titan.lora import is_adapter
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import Weighting, pack
+    from titan_rl.ext.adapters.ranks.lora import is_adapter
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.types import Batch
 
@@ -151,9 +151,9 @@ def banked(folder: Path, layout: str) -> dict[str, Any]:
     """Exchange the adapters of a bank. Return facts about the model after each call."""
     import torch
 
-    from titan_rl.actors.titan.lora import is_adapter
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.ext.adapters.ranks.lora import is_adapter
     from titan_rl.ext.policies.ranks.adapter_bank import AdapterBank
     from titan_rl.preflight.shapes import shape_of
 

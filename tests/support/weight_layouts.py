@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.adapters import adapter_sizes
+from titan_rl.ext.adapters.layers import adapter_sizes
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Shard, WeightPlan
 

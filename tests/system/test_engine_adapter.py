@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,9 +18,10 @@ from support.engine_runs import finish, gap, run, run_checks, withdraw_all
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted, pieces, verify_complete
+from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
 from titan_rl.config.sections import LoraSection, WeightSyncSection
-from titan_rl.wire.adapters import SLOT_RANKS, adapter_parameters
+from titan_rl.ext.adapters.layers import SLOT_RANKS, adapter_parameters
+from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import ReaderCost
@@ -48,8 +50,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def loaded(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32}
-    layers = tuple(adapted(shape, LORA))
-    return Engine(EngineSettings(model_dir=str(folder), adapter_rank=LORA.rank, adapted_layers=layers, **room))
+    return Engine(EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape), **room))
 
 
 class Trainer:
@@ -61,13 +62,14 @@ class Trainer:
 
         from titan_rl.actors.sync.landing import Landing
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.engine, self.model, self.shape = engine, model, shape
         self.base = load_file(folder / "model.safetensors")
         self.adapters = adapters(model, shape, LORA, 0)
         self.held = self.base | self.adapters
         run = plan([shards(self.held)], [pieces(shape, tp=1, rank=0, lora=LORA)]).outgoing(0)[0]
-        self.staging = Staging(self.held, {0: run}, float32, block_bytes=BLOCK, adapter_scale=LORA.scale)
+        self.staging = Staging(self.held, {0: run}, float32, block_bytes=BLOCK, view=partial(applied, scale=LORA.scale))
         source = Source(0, self.staging.offer(remote=False)[0], run, "float32", BLOCK)
         self.landing = Landing(engine.params(), [source], WeightSyncSection(delta=True))
         self.serial = 0
@@ -195,7 +197,7 @@ def check_an_engine_that_slept_gets_all_weights_again(trainer: Trainer, monkeypa
 
 
 def check_an_engine_without_its_adapter_serves_nothing(trainer: Trainer) -> None:
-    from titan_rl.actors.vllm import vllm_adapter
+    from titan_rl.ext.adapters.ranks import vllm_adapter
 
     trainer.serve(1)
     trainer.engine._llm.apply_model(lambda model: model.lora_manager.remove_all_adapters())

@@ -11,10 +11,10 @@ import pytest
 from support.engine_runs import gap, run, run_checks
 from support.lora_weights import adapters, merged
 from support.tiny import tiny_llama
-from titan_rl.actors.titan.lora import write_peft
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted
 from titan_rl.config.sections import LoraSection
+from titan_rl.ext.adapters.ranks.lora import write_peft
+from titan_rl.ext.tinker.ranks.folder_adapters import FolderAdapters
 from titan_rl.ext.tinker.served import MAX_TOGETHER
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request, Sampling
@@ -37,8 +37,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def engine(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_mb": 32, "load_format": "auto"}
-    layers = tuple(adapted(shape, LORA))
-    engine = Engine(EngineSettings(model_dir=str(folder), folder_rank=LORA.rank, adapted_layers=layers, **room))
+    engine = Engine(EngineSettings(model_dir=str(folder), adapters=FolderAdapters(LORA, shape), **room))
     engine.set_version(0)
     return engine
 

@@ -6,6 +6,7 @@ As in test_engine.py, one test runs this file's check_* functions in a separate 
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from support.engine_runs import finish, gap, run, run_checks, withdraw_all
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapted, adapters_in, in_slot, pieces
+from titan_rl.actors.vllm.vllm_params import adapters_in, in_slot, pieces
 from titan_rl.config.sections import LoraSection, WeightSyncSection
-from titan_rl.wire.adapters import adapter_parameters
+from titan_rl.ext.adapters.layers import adapter_parameters
+from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Completion, Request, Sampling
@@ -42,10 +44,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def engine(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_mb": 32}
-    layers = tuple(adapted(shape, LORA))
-    settings = EngineSettings(
-        model_dir=str(folder), adapter_rank=LORA.rank, adapted_layers=layers, adapter_slots=SLOTS, **room
-    )
+    settings = EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape, slots=SLOTS), **room)
     return Engine(settings)
 
 
@@ -58,6 +57,7 @@ class Policies:
 
         from titan_rl.actors.sync.landing import Landing
         from titan_rl.actors.sync.staging import Staging
+        from titan_rl.ext.adapters.ranks.merged import applied
 
         self.engine, self.model, self.shape = engine, model, shape
         base = load_file(folder / "model.safetensors")
@@ -67,7 +67,7 @@ class Policies:
             held = adapters(model, shape, LORA, slot) | ({} if slot else base)
             own = adapters_in(slot, wanted) if slot else wanted
             copies = plan([shards(held)], [own]).outgoing(0)[0]
-            staging = Staging(held, {0: copies}, float32, block_bytes=BLOCK, adapter_scale=LORA.scale)
+            staging = Staging(held, {0: copies}, float32, block_bytes=BLOCK, view=partial(applied, scale=LORA.scale))
             source = Source(0, staging.offer(remote=False)[0], copies, "float32", BLOCK)
             self.held.append(held)
             self.stagings.append(staging)

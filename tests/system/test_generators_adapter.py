@@ -14,10 +14,10 @@ from support.lora_weights import adapters, merged
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import FaultSection, LoraSection
+from titan_rl.ext.adapters.layers import adapter_parameters
 from titan_rl.meshes import deaths
 from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
-from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.types import Completion, Sampling
 
 LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}

@@ -9,23 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, resolved
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
+from titan_rl.preflight.added_parameters import added_parameters, trained_parameters
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
-from titan_rl.wire.adapters import (
-    adaptable,
-    adapter_sizes,
-    cut_by_tensor_parallelism,
-    slot_rank,
-    targets,
-    trained_parameters,
-)
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 from titan_rl.wire.weight_source import SLOTS
 
@@ -144,8 +136,7 @@ def by_formula(shape: ModelShape, p: ParallelismSection, lora: LoraSection = NO_
     again = head_parameters(shape) if shape.tied and tp > 1 else 0  # FSDP2 then gathers a tied weight for both users
     stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a block, of which a rank gathers its own
     fewer = stack // tp - stack // ep if ep > 1 else 0
-    sizes = adapter_sizes(lora, shape)
-    added = sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
+    added = added_parameters(lora, shape).number(tp)
     return ShardedModel(
         held=(shape.parameters // tp + added) // p.shards,
         whole=(shape.parameters + again) // tp - shape.n_layers * fewer + added,
@@ -255,10 +246,8 @@ def engine_weights(config: Config, shape: ModelShape) -> MemoryPart:
 
 def adapter_slots(config: Config, shape: ModelShape, slots: int) -> MemoryPart:
     """Return the slots of one rank of a generator. Each has room for adapters of the largest rank on all layers."""
-    g, rank = config.generator, slot_rank(config.lora.rank)
-    each, tp = BYTES[g.dtype], g.tensor_parallel_degree
-    sizes = adapter_sizes(replace(config.lora, rank=rank), shape)
-    one = sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
+    each = BYTES[config.generator.dtype]
+    rank, one = added_parameters(config.lora, shape).slot(config.generator.tensor_parallel_degree)
     return MemoryPart(slots * one * each, f"{slots} of rank {rank} x {count(one)} own x {each}")
 
 
@@ -318,20 +307,19 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         return stream
     if mode == "offload":  # the stream is on the host
         return 0
-    adapted = adapted_per_token(config, shape, p) if config.lora.on else 0
+    added = added_parameters(config.lora, shape).kept_per_token(tp, recomputes=mode == "selective") * each
     if mode == "selective" and shape.experts:  # their products are computed again
-        return stream + attention + queries + keys + 12 * shape.experts_per_token + adapted
+        return stream + attention + queries + keys + 12 * shape.experts_per_token + added
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
-        return 2 * stream + attention + queries + keys + wide + adapted
+        return 2 * stream + attention + queries + keys + wide + added
     norms = len(shape.parts.norms) * (stream + 4)  # the input, and a float32
     rotary = 8 * shape.head_dim  # its cosines and sines
     if shape.qk_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
-    narrow = len(targets(config.lora, shape)) * config.lora.rank * each  # what A computes, which B's gradient needs
     gathered_keys = 2 * keys * p.context_parallel_degree  # at most: attention keeps whole rows' keys and values
-    return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed + narrow
+    return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed + added
 
 
 def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
@@ -339,20 +327,6 @@ def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> in
     two. Two microbatches' overlap while the host is ahead of the GPU."""
     each = tokens(config, p) * shape.dim * BYTES[config.training.mixed_precision_param] // p.tensor_parallel_degree
     return 2 * shape.n_layers * (1 << (each - 1).bit_length())
-
-
-def adapted_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
-    """Return what adapters add to what a block keeps per token under selective recomputation. Every second product is
-    kept: with all adapters those with W and B of one layer, and that with A of the next."""
-    each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
-    wide = shape.hidden_dim // tp
-    sizes = {"q": shape.n_heads * shape.head_dim // tp, "k": shape.n_kv_heads * shape.head_dim // tp}
-    sizes |= {"v": sizes["k"], "o": shape.dim // tp, "gate": wide, "up": wide, "down": shape.dim // tp}
-    layers = [name for name in sizes if name in adaptable(shape)]  # in the order in which they are computed
-    adapted = targets(config.lora, shape)
-    products = [[sizes[name]] + [config.lora.rank, sizes[name]] * (name in adapted) for name in layers]
-    kept, before = list(chain.from_iterable(products))[::2], [sizes[name] for name in layers][::2]
-    return (sum(kept) - sum(before)) * each
 
 
 def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
-from titan_rl.preflight.adapter_sync import with_adapter_sync
+from titan_rl.preflight.added_parameters import trained_parameters, with_adapter_sync
 from titan_rl.preflight.memory import ONE_POLICY, TENSORS, AdapterCounts, on_cpu, on_gpus, saved_tensors
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.shapes import shape_of
@@ -24,7 +24,6 @@ from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.adapters import trained_parameters
 from titan_rl.wire.checkpoint_sums import export_damage, identify
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus

@@ -21,13 +21,13 @@ import numpy as np
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
+from titan_rl.ext.adapters.layers import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
-from titan_rl.wire.adapters import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
@@ -200,13 +200,15 @@ def adapters_proof(
 ) -> str:
     """Prove the adapters that were written in PEFT's layout, over the weights that they were trained on. Merge the
     model's own. Return a line for the user."""
+    from titan_rl.ext.adapters.ranks.lora import merge
+
     base = Path(source.config.model.hf_assets_path or scratch / "base")
     if not source.config.model.hf_assets_path:
         base.mkdir()
         model.write(base, adapters=False)
         write_assets(source.policy, base, "float32")
     proof = compare_models(sequences, base, exact, judged=False, adapters=folder / PEFT_FOLDER)
-    model.merge()
+    merge(model)
     nbytes = (folder / PEFT_FOLDER / PEFT_WEIGHTS).stat().st_size
     return f"; {PEFT_FOLDER}/ has the adapters for PEFT ({nbytes / 1e6:.1f} MB), {proof}"
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_rl.batch.packing import pack, unpack
+from titan_rl.ext.adapters.layers import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, adapter_names
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
-from titan_rl.wire.adapters import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, adapter_names
 from titan_rl.wire.types import Sample
 
 if TYPE_CHECKING:

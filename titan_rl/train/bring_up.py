@@ -19,10 +19,11 @@ from monarch.actor import shutdown_context
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.actors.vllm.engine_adapters import EngineAdapters, engine_adapters
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
-from titan_rl.actors.vllm.vllm_params import adapted, verify_complete
+from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.config.auto import BLOCK_TOKENS
-from titan_rl.config.sections import Config, LoraSection
+from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -229,7 +230,8 @@ async def launch_served(
             await watch.drive(trainers.start())
         to_close.append(trainers)
         loaded = replace(setup, model_folder=await base(trainers))
-        starting = _generators(rank_places.of_replica, loaded, terminal, None, loaded=True, adapters=setup.config.lora)
+        adapters = needed_part("folder adapters", "serve")(setup.config.lora, setup.shape)
+        starting = _generators(rank_places.of_replica, loaded, terminal, None, loaded=True, adapters=adapters)
         generators = await watch.drive(starting)
         to_close.append(generators)
         yield trainers, generators, watch
@@ -256,10 +258,10 @@ async def _generators(
     incidents: Incidents | None,
     *,
     loaded: bool = False,
-    adapters: LoraSection | None = None,
+    adapters: EngineAdapters | None = None,
 ) -> GeneratorMesh:
     """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder; then requests
-    may name folders of `adapters`."""
+    may use `adapters`."""
     config = setup.resolved
     g, lora = config.generator, None if loaded else config.lora.in_vllm
     quantization = "none" if loaded else g.quantization  # on landing, and `loaded` weights do not land
@@ -273,10 +275,7 @@ async def _generators(
         seed=config.debug.seed,
         records_kept=config.rollout.truncates and not loaded,
         records_routes=config.algorithm.routing_replay and not loaded,
-        adapter_rank=lora.rank if lora else 0,
-        adapted_layers=tuple(adapted(setup.shape, used)) if (used := lora or adapters) else (),
-        adapter_slots=max(1, len(setup.policies)),
-        folder_rank=adapters.rank if adapters else 0,
+        adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies))),
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):

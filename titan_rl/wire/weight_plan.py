@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of adapters (adapters.py). Where a plan has adapters, all other weights are frozen."""
+"""Ends of the names of adapters. Where a plan has adapters, all other weights are frozen."""
 ROUTING_SLACK = 0.01  # a rank may send this share of an even load more than its peers if that saves a run
 
 

@@ -1,7 +1,7 @@
 """What a trainer stages: real FSDP2 and tensor-parallel shards, real packing."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -185,6 +185,7 @@ def test_one_rank_can_say_what_every_other_holds(mesh: tuple[int, int, int]) -> 
         assert own == layouts
 
 
+LORA = "w.lora_B.weight"
 ADAPTED = (
     Copy("w.weight", 0, 0, 24, 8, "p.weight", 0, 0),
     Copy("w.lora_A.weight", 0, 0, 4, 8, "p.lora_a.0", 0, 0),
@@ -196,7 +197,11 @@ def adapted() -> tuple[dict[str, torch.Tensor], Staging]:
     """Return frozen weights with an adapter, and their staging."""
     sizes = {"w.weight": (24, 8), "w.lora_A.weight": (4, 8), "w.lora_B.weight": (24, 4)}
     params = {name: torch.randn(size) for name, size in sizes.items()}
-    return params, Staging(params, {0: ADAPTED}, torch.float32, slice_bytes=500, block_bytes=96, adapter_scale=1.5)
+
+    def view(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return local_tensors(params) | {LORA: 1.5 * params[LORA]}
+
+    return params, Staging(params, {0: ADAPTED}, torch.float32, slice_bytes=500, block_bytes=96, view=view)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

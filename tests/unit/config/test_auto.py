@@ -69,7 +69,7 @@ def test_a_resolved_config_resolves_to_itself_and_has_no_auto(name: str, device:
     (tmp_path / "config.toml").write_text(to_toml(once))
     assert load(tmp_path / "config.toml") == once
     left = {(section, key) for section, keys in schema().items() for key in keys if at(once, section, key) == "auto"}
-    models = {("model", "name"), ("lora", "sync")}  # the model decides them (preflight/adapter_sync.py)
+    models = {("model", "name"), ("lora", "sync")}  # the model decides them (preflight/added_parameters.py)
     assert left <= models | {("hosts", "device"), ("hosts", "isolation"), ("weight_sync", "transport")}
 
 

@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "fault.snapshot_interval": {"fault": {"snapshot_interval": 2}},
     "fault.snapshot_gbps": {"fault": {"snapshot_gbps": 1.0}},
     "several hosts": {"hosts": {"kind": "processes", "count": 2}},
+    "adapters of trainers": {"lora": {"rank": 8}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

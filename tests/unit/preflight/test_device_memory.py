@@ -16,8 +16,9 @@ from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.tools.utils import set_default_dtype
 
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
-from titan_rl.actors.titan import document_attention, experts, lora
+from titan_rl.actors.titan import document_attention, experts
 from titan_rl.actors.titan.activation_offload import OffloadAC
+from titan_rl.actors.titan.adaptation import adaptation_of
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.ext.context_parallel.ranks.context_parallel import ContextParallel, Part, cut
@@ -68,12 +69,11 @@ def counted(
     spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
     attention = document_attention.overrides("cuda", "bfloat16") if row_parts else []
     apply_overrides(OverrideConfig(imports=[*attention, *(experts.OVERRIDES if shape.experts else ())]), spec.model)
-    if adapters:
-        lora.add_adapters(spec, adapters, shape)
+    adaptation = adaptation_of(Config(lora=adapters or LoraSection()))
+    adaptation.convert(spec, shape)
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         whole: Any = spec.model.build()
-    if adapters:
-        lora.freeze_base(whole, torch.bfloat16)
+    adaptation.freeze(whole)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = whole.to_empty(device="cpu")
         if CHECKPOINTING[mode]:
@@ -149,7 +149,7 @@ def test_a_block_with_adapters_keeps_the_estimated_activations(
         none = SimpleNamespace(remove=lambda: None)
         hooked = lambda self, hook, real=real, none=none: real(self, hook) if self.requires_grad else none  # noqa: E731
         monkeypatch.setattr(torch.Tensor, name, hooked)
-    adapters, shape = LoraSection(rank=16, targets=targets), LLAMA_8B
+    adapters, shape = LoraSection(rank=16, targets=targets, base_dtype="bfloat16"), LLAMA_8B
     config = Config(lora=adapters)
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (two, _), (three, temporary) = (counted(shape, n, mode, adapters=adapters) for n in (2, 3))

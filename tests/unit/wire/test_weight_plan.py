@@ -14,7 +14,7 @@ from support.shapes import LLAMA_8B, LLAMA_70B
 from support.weight_layouts import NO_LORA, TINY, execute, hf_sizes, layout, numbered
 from titan_rl.actors.vllm.vllm_params import param_shapes, pieces, verify_complete
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.adapters import LAYERS, adapter_parameters, adapter_sizes, targets
+from titan_rl.ext.adapters.layers import LAYERS, adapter_parameters, adapter_sizes, targets
 from titan_rl.wire.manifest import blocks
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, plan

@@ -12,7 +12,7 @@ from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
-from titan_rl.preflight.adapter_sync import with_adapter_sync
+from titan_rl.preflight.added_parameters import added_parameters, trained_parameters, with_adapter_sync
 from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, frozen_roles, size
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
@@ -20,7 +20,6 @@ from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.tasks.games import GAMES
 from titan_rl.text.inspection import inspect_template, verdict
-from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR, adapter_parameters, targets, trained_parameters
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
@@ -47,8 +46,8 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     facts = [("model", model), ("task", task(setup))]
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
-    if config.lora.on:
-        facts.append(("lora", adapters(config, shape)))
+    if lora := added_parameters(config.lora, shape).described(config):
+        facts.append(("lora", lora))
     meshes = [model_row(setup, "trainer", config.parallelism, shape)]
     if config.curriculum.on:
         facts.append(("curriculum", curriculum(config)))
@@ -94,16 +93,6 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     remarks = [*warnings, *too_large, *setup.dropped, *setup.resume_notes, *ignored]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
-
-
-def adapters(config: Config, shape: ModelShape) -> str:
-    lora, trained = config.lora, adapter_parameters(config.lora, shape)
-    return (
-        f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(targets(lora, shape))}: {count(trained)} "
-        f"trained parameters ({trained / shape.parameters:.2%}), {size(trained * BYTES[config.training.dtype])}; the "
-        f"others frozen in {lora.base_dtype}; the best rate is about {WHOLE_MODEL_FACTOR} times the whole model's "
-        '("LoRA Without Regret", Thinking Machines, 2025)'
-    )
 
 
 def disk(setup: Setup, too_large: list[str]) -> str:
@@ -386,7 +375,7 @@ def between_hosts(setup: Setup, version: int) -> str:
 def _per_version(setup: Setup) -> str:
     """Describe the bytes of a weight sync, and of the other way to sync adapters."""
     config, each = setup.resolved, BYTES[setup.config.generator.dtype]
-    adapters, whole = adapter_parameters(config.lora, setup.shape) * each, setup.shape.parameters * each
+    adapters, whole = (n * each for n in (added_parameters(config.lora, setup.shape).number(), setup.shape.parameters))
     if not config.lora.on:
         return f"{size(whole)} per version and replica"
     if config.lora.sync == "merge":

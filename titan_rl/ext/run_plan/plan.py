@@ -6,10 +6,10 @@ from dataclasses import replace
 from titan_rl.config.sections import BYTES
 from titan_rl.ext.run_plan.describe import describe
 from titan_rl.ext.run_plan.sharding import checked_sharding
+from titan_rl.preflight.added_parameters import added_parameters
 from titan_rl.preflight.memory import TENSORS, UNKNOWN, Cut, count, size
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.plan_view import RunPlan
-from titan_rl.wire.adapters import adapter_parameters
 
 SHARED = ("model", "lora", "weights", "microbatch", "on a GPU")
 """Labels of a plan's facts that are the same for all policies."""
@@ -39,7 +39,7 @@ def described(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> 
 def policies_fact(setup: Setup) -> str:
     """Describe what further policies cost: memory of the trainers and engines, and bytes of a sync."""
     config, several = setup.config, len(setup.policies)
-    adapters = adapter_parameters(config.lora, setup.shape)
+    adapters = added_parameters(config.lora, setup.shape).number()
     each, shards = adapters * BYTES[config.training.dtype], config.parallelism.shards
     bank, states = (several - 1) * 2 * each, several * (TENSORS - 1) * each
     moved = adapters * BYTES[config.generator.dtype]

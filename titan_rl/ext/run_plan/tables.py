@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from titan_rl.config.sections import BYTES, Config
+from titan_rl.preflight.added_parameters import added_parameters
 from titan_rl.preflight.memory import Cut, HostLoad, cache_bytes_per_token, count, gib, host_loads, needs, size
 from titan_rl.preflight.placement import Placement, Unplaceable, environment_host, place_again, slots_of
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.record.plan_view import PartTable
-from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_source import SLOTS
 
@@ -199,7 +199,7 @@ def sync_table(config: Config, shape: ModelShape, loads: list[HostLoad]) -> Part
     link, version = config.hosts.link_gbps, shape.parameters * BYTES[config.generator.dtype]
     rows: list[Row] = [("one version", size(version), f"{count(shape.parameters)} x {BYTES[config.generator.dtype]}")]
     if config.lora.in_vllm:
-        adapters = adapter_parameters(config.lora, shape)
+        adapters = added_parameters(config.lora, shape).number()
         each = BYTES[config.generator.dtype]
         rows.append(("adapters alone", size(adapters * each), f"{count(adapters)} x {each}: after the first version"))
     busiest = max(max(load.received, load.sent) for load in loads)

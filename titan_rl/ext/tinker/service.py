@@ -23,6 +23,7 @@ from typing import Any
 
 from titan_rl.batch.packing import UpTo
 from titan_rl.config.plain_files import text_of
+from titan_rl.ext.adapters.layers import LAYERS, targets
 from titan_rl.ext.tinker import messages
 from titan_rl.ext.tinker.messages import BadInput
 from titan_rl.ext.tinker.served import FACTS, AdapterSpec
@@ -30,7 +31,6 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.run_folder import folder_lost
-from titan_rl.wire.adapters import LAYERS, targets
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Request

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.adapter_sync import check_adapter_sync, merge_warning, with_adapter_sync
+from titan_rl.preflight.added_parameters import with_adapter_sync
 from titan_rl.preflight.checks import (
     algorithm,
     folders,
@@ -21,7 +21,7 @@ from titan_rl.preflight.checks import (
     rollouts,
     task,
 )
-from titan_rl.preflight.checks.parts import check_parts, checks_of_parts, without_snapshots
+from titan_rl.preflight.checks.parts import MODEL_CHECKS, check_parts, checks_of_parts, without_snapshots
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
@@ -93,8 +93,8 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from model.check_parallelism(config, shape)
     if config.generator.quantization != "none":
         yield from needed_part("checks of quantization", "generator.quantization")(config, shape, device)
-    yield from model.check_lora(config, shape)
-    yield from check_adapter_sync(config, shape, device)
+    for each in checks_of_parts(config, MODEL_CHECKS):
+        yield from each.problems(config, shape, device)
     yield from algorithm.check_sampling(config, shape)
     yield from algorithm.check_routing_replay(config, shape)
     yield from model.check_roles(config, shape)
@@ -123,7 +123,8 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ON
     ]
     if shape := usable_shape(config)[0]:
         config = with_adapter_sync(config, shape, device)
-        found += merge_warning(config, shape, device)
+        for each in checks_of_parts(config, MODEL_CHECKS):
+            found += each.warnings(config, shape, device)
         found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0, counts)
         found += snapshot_sizes(config).warnings(shape) if gpus.here else ()
     return found

@@ -15,14 +15,12 @@ from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
 from titan_rl.tasks.privileged import CONTEXTS, last_user, template_of, text_of
 from titan_rl.tasks.privileged import KEY as TEMPLATE
-from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR
 from titan_rl.wire.model_shape import ModelShape
 
 CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
 MOST_SAMPLES = 2**20
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses higher ones
 SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
-LORA_RATE = 3e-5  # rates for whole models of real sizes are below it
 COMPARES = (*get_args(GroupBaseline), "optimal_token")  # advantages of a sample against its group
 UNPAIRED = (  # keys of advantages and of the policy loss, neither of which a loss of pairs has
     *("advantage", "teacher_coef", "credit", "ratio", *CLIPS, "ratio_penalty", "aggregation", "kl_coef"),
@@ -314,11 +312,6 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield (
             f'algorithm.correction is "none" with generator.quantization = "{quantization}": {where} the rounding of '
             'the weights; the default is algorithm.proximal = "trainer" with algorithm.correction = "token_tis"'
-        )
-    if config.lora.on and config.optimizer.lr < LORA_RATE and config.training.steps:
-        yield (
-            f"optimizer.lr is {config.optimizer.lr:g}, which looks like a whole model's rate: adapters learn best "
-            f"at about {WHOLE_MODEL_FACTOR} times that rate"
         )
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         yield (

@@ -11,6 +11,7 @@ from titan_rl.config.auto import on_device
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.config.toml import as_toml
+from titan_rl.preflight.added_parameters import trained_parameters
 from titan_rl.preflight.memory import (
     GIB,
     ONE_POLICY,
@@ -27,7 +28,6 @@ from titan_rl.preflight.memory import (
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
-from titan_rl.wire.adapters import trained_parameters
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape

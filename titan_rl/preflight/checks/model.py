@@ -19,7 +19,6 @@ from titan_rl.preflight.shapes import shape_of_role
 from titan_rl.tasks.task import chat_settings
 from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import SIZE, TextTokenizer, build
-from titan_rl.wire.adapters import LAYERS, adaptable, targets
 from titan_rl.wire.model_shape import BLOCKS, SCALES, ModelShape, shape_of_folder
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
@@ -93,36 +92,6 @@ def _check_experts(mesh: str, p: ParallelismSection, shape: ModelShape) -> Itera
     if shape.experts % dealt:
         key = sharded + (" x tensor_parallel_degree" if dealt > shards else "")
         yield f"{mesh}.{key}: expected a divisor of the model's {shape.experts} experts, found {dealt}"
-
-
-def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
-    wrong, lora = partial(problem, config), config.lora
-    if not lora.on:
-        if lora.targets or lora.sync not in ("auto", "merge"):
-            key = "targets" if lora.targets else "sync"
-            yield wrong("lora.rank", f"at least 1, because lora.{key} is set")
-        return
-    if config.algorithm.kind == "reward":
-        yield wrong("lora.rank", "0, because a reward model trains its head, which has no adapter")
-    if shape.parts.fused:
-        why = f"because a folder of {shape.family} has projections as one tensor, beside which no adapter of one fits"
-        yield wrong("lora.rank", f"0, {why}")
-    if lora.rank > shape.dim:
-        yield wrong("lora.rank", f"at most the model's dim = {shape.dim}")
-    known, there = adaptable(shape), list(lora.targets)
-    if unknown := [name for name in dict.fromkeys(there) if name not in LAYERS]:
-        yield f"lora.targets: expected names of {', '.join(known)}, found {', '.join(unknown)}"
-    if routed := [name for name in dict.fromkeys(there) if name in LAYERS and name not in known]:
-        why = "because TorchTitan stacks the matrices of experts, which have no adapters"
-        yield f"lora.targets: expected names of {', '.join(known)}, {why}, found {', '.join(routed)}"
-    if shape.parts.sinks and config.parallelism.tensor_parallel_degree > 1 and "o" in targets(lora, shape):
-        why = f"because TorchTitan's output projection of {shape.family} has no adapter under tensor parallelism"
-        yield f"lora.targets: expected names without o, {why}, found {', '.join(targets(lora, shape))}"
-    if ("k" in there) != ("v" in there):
-        here, other = ("k", "v") if "k" in there else ("v", "k")
-        yield f"lora.targets: expected {other} besides {here}: TorchTitan gives both an adapter or none"
-    if len(set(there)) < len(there):
-        yield f"lora.targets: expected each layer once, found {', '.join(there)}"
 
 
 def check_lengths(config: Config, shape: ModelShape) -> Iterator[str]:

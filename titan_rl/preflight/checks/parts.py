@@ -57,6 +57,11 @@ def crosses_hosts(config: Config) -> bool:
     return config.samples_rollouts and (apart or how in FORCES_LINKS)
 
 
+def adapts(config: Config) -> bool:
+    lora = config.lora
+    return lora.on or bool(lora.targets) or lora.sync == "adapter"
+
+
 NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
@@ -74,6 +79,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("snapshots", "fault.snapshot_interval", lambda config: config.fault.snapshot_interval not in (0, SNAPSHOT_STEPS)),
     ("snapshots", "fault.snapshot_gbps", lambda config: config.fault.snapshot_gbps > 0),
     ("several hosts", "hosts.kind", spans_hosts),
+    ("adapters of trainers", "lora", adapts),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -86,6 +92,9 @@ CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.hosts.checks", spans_hosts),
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
+
+MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts),)
+"""The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""
 
 
 def check_parts(config: Config) -> Iterator[str]:
@@ -107,6 +116,6 @@ def without_snapshots(run: Invocation) -> Invocation:
     return replace(run, config=config, warnings=(*run.warnings, warning))
 
 
-def checks_of_parts(config: Config) -> list[Any]:
+def checks_of_parts(config: Config, checks: Sequence[tuple[str, Needs]] = CHECKS) -> list[Any]:
     """Return the modules of the checks that a config needs. No others are imported."""
-    return parts.modules_of(name for name, needs in CHECKS if needs(config))
+    return parts.modules_of(name for name, needs in checks if needs(config))

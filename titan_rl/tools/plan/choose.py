@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.config.auto import on_device
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
+from titan_rl.ext.adapters.layers import WHOLE_MODEL_FACTOR
 from titan_rl.preflight.checks.machine import check_cache_room
 from titan_rl.preflight.checks.model import check_parallelism
 from titan_rl.preflight.memory import GIB, Need, gib, needs, on_cpu, on_gpus
 from titan_rl.tools.plan.facts import Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, Spread, Work
 from titan_rl.tools.plan.roofline import Roofline, StepTime, step_time
-from titan_rl.wire.adapters import WHOLE_MODEL_FACTOR
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.model_shape import ModelShape

@@ -13,10 +13,10 @@ import numpy as np
 
 from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import BYTES, Config, LoraSection, ParallelismSection
+from titan_rl.ext.adapters.layers import adapter_parameters
 from titan_rl.preflight.memory import by_formula, cache_bytes_per_token, engine_weights, kept_per_token, needs
 from titan_rl.tools.plan.facts import SMALL, Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
-from titan_rl.wire.adapters import adapter_parameters
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 import torch
 
-from titan_rl.actors.titan import lora
 from titan_rl.actors.titan.model import TitanModel, local
 from titan_rl.wire.seeds import derive
 
@@ -19,7 +18,7 @@ class AdapterBank:
     def __init__(self, model: TitanModel, name: str) -> None:
         """Call what the model has now the adapters of policy `name`."""
         self._model, self.in_use = model, name
-        self._parameters = [p for n, p in model.model.named_parameters() if lora.is_adapter(n)]
+        self._parameters = [p for n, p in model.model.named_parameters() if model.adaptation.adds(n)]
         self._values = dict[str, list[torch.Tensor]]()
         self._gradients = dict[str, list[torch.Tensor | None]]()
 
@@ -36,7 +35,7 @@ class AdapterBank:
         self._put_away()
         self.in_use = name
         own = derive(self._model.config.debug.seed, "policy", name) % 2**63
-        lora.begin_adapters(self._model.model, own if seed is None else seed)
+        self._model.adaptation.begin(self._model.model, own if seed is None else seed)
 
     @torch.no_grad()
     def use(self, name: str) -> None:

@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
 from titan_rl.actors.titan import private, titan_cpu
-from titan_rl.actors.titan.lora import is_adapter
+from titan_rl.actors.titan.adaptation import adaptation_of
 from titan_rl.actors.titan.model import overridden_spec, sharded_model, titan_config
 from titan_rl.actors.titan.spec import hf_names
 from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
@@ -50,9 +50,10 @@ def cut(question: MeshQuestion) -> ShardedModel:
         if question.shape.tied:  # tensor parallelism makes two of the one weight; TorchTitan's init_weights undoes it
             model.tok_embeddings.weight = model.lm_head.weight
         parameters = list(model.named_parameters())
-        names = hf_names(spec, [name for name, _ in parameters])
-        adapters = [(name, p) for name, p in parameters if is_adapter(name)]
-        frozen = [(name, p) for name, p in parameters if not is_adapter(name)]  # all are trained without adapters
+        adaptation = adaptation_of(config)
+        names = hf_names(spec, [name for name, _ in parameters], adaptation)
+        adapters = [(name, p) for name, p in parameters if adaptation.adds(name)]
+        frozen = [(name, p) for name, p in parameters if not adaptation.adds(name)]  # all are trained without adapters
         layouts, changed = (
             [shards_of(some, names, coordinates_of(rank)) for rank in range(p.world_size)]
             for some in (frozen, adapters)

@@ -21,14 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_rl.actors.sync.merged import whole
-from titan_rl.actors.titan import lora, titan_cpu
+from titan_rl.actors.sync.held_shards import whole
+from titan_rl.actors.titan import titan_cpu
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.spec import plain
+from titan_rl.ext.adapters.layers import LAYERS
+from titan_rl.ext.adapters.ranks import lora
 from titan_rl.ext.policies.ranks.adapter_bank import AdapterBank
 from titan_rl.ext.tinker.served import FACTS, AdamStep, AdapterSpec, ServedLoss
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
-from titan_rl.wire.adapters import LAYERS
 from titan_rl.wire.types import Batch
 
 NO_MODEL = ""

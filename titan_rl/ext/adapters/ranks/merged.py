@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titan_rl.actors.sync.held_shards import local_tensors, part_of
-from titan_rl.wire.adapters import adapter_names
+from titan_rl.actors.sync.held_shards import local_tensors, part_of, whole
+from titan_rl.ext.adapters.layers import adapter_names
+from titan_rl.wire.weight_plan import LORA_B
 
 
 class Merged(Mapping[str, Tensor]):
@@ -45,7 +45,7 @@ class Merged(Mapping[str, Tensor]):
         return len(self._local)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with the parts of all ranks."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def applied(params: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return this rank's tensors for an engine that applies adapters: B is multiplied by alpha / rank."""
+    tensors = local_tensors(params)
+    return tensors | {name: scale * b for name, b in tensors.items() if name.endswith(LORA_B)}

@@ -10,11 +10,11 @@ from support.shapes import LLAMA_8B, QWEN_30B_A3B
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import LoraSection, ReferenceSection
 from titan_rl.config.toml import find, load
+from titan_rl.ext.adapters.layers import adapter_parameters, adapter_sizes, targets
 from titan_rl.ext.tinker.counts import SERVED
 from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.checks.machine import check_gpu_memory
 from titan_rl.preflight.memory import GIB, AdapterCounts, adapter_slots, needs, offloaded, on_gpus, trained
-from titan_rl.wire.adapters import adapter_parameters, adapter_sizes, targets
 from titan_rl.wire.model_shape import ShardedModel
 
 MOE = '[model]\nname = "qwen3_moe"\n'

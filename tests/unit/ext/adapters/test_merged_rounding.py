@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_rl.actors.sync.merged import Merged
+from titan_rl.ext.adapters.ranks.merged import Merged
 from titan_rl.wire.weight_plan import LORA_A, LORA_B
 
 RANK, SCALE, RATE = 16, 2.0, 3e-5

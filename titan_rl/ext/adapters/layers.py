@@ -3,6 +3,7 @@
 y = W x + (alpha / rank) B A x          A [rank, in], B [out, rank]
 """
 
+import math
 from collections.abc import Iterator
 
 from titan_rl.config.sections import LoraSection
@@ -40,6 +41,11 @@ def targets(lora: LoraSection, shape: ModelShape) -> list[str]:
     return [name for name in adaptable(shape) if not lora.targets or name in lora.targets]
 
 
+def adapted(shape: ModelShape, lora: LoraSection) -> list[str]:
+    """Return the linear layers of a block that have an adapter, such as "q_proj"."""
+    return [LAYERS[target].rpartition(".")[2] for target in targets(lora, shape)]
+
+
 def adapter_names(weight: str) -> tuple[str, str]:
     """Return the names of the adapter's A and B beside a weight.
 
@@ -72,13 +78,10 @@ def cut_by_tensor_parallelism(name: str) -> bool:
     return name.endswith(LORA_A) == by_columns
 
 
-def adapter_parameters(lora: LoraSection, shape: ModelShape) -> int:
-    return sum(rows * columns for rows, columns in adapter_sizes(lora, shape).values())
-
-
-def trained_parameters(lora: LoraSection, shape: ModelShape) -> int:
-    """Return how many of the policy's parameters are trained: all, or the adapters'."""
-    return adapter_parameters(lora, shape) or shape.parameters
+def adapter_parameters(lora: LoraSection, shape: ModelShape, tp: int = 1) -> int:
+    """Return the parameters of all adapters on each of `tp` tensor-parallel ranks."""
+    sizes = adapter_sizes(lora, shape)
+    return sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
 
 
 def slot_rank(rank: int) -> int:

@@ -6,7 +6,8 @@ import pytest
 
 from support.shapes import LLAMA_8B, QWEN_30B_A3B
 from titan_rl.config.sections import Config, GeneratorSection, LoraSection
-from titan_rl.preflight.adapter_sync import check_adapter_sync, merge_warning, with_adapter_sync
+from titan_rl.ext.adapters.adapter_sync import check_adapter_sync, merge_warning
+from titan_rl.preflight.added_parameters import with_adapter_sync
 from titan_rl.wire.model_shape import ModelShape
 
 RUN = Config(lora=LoraSection(rank=16), generator=GeneratorSection(dtype="bfloat16"))

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_rl.config.sections import Config
+from titan_rl.ext.adapters.layers import SLOT_RANKS
 from titan_rl.preflight.refusal import problem
-from titan_rl.wire.adapters import SLOT_RANKS
 from titan_rl.wire.model_shape import ModelShape
 
 MERGED = 'lora.sync = "merge" allows any'
@@ -28,13 +28,10 @@ def check_adapter_sync(config: Config, shape: ModelShape, device: str) -> Iterat
         yield problem(config, "generator.dtype", f'"bfloat16", as vLLM\'s kernels for adapters have it ({MERGED})')
 
 
-def with_adapter_sync(config: Config, shape: ModelShape, device: str) -> Config:
-    """Return the config without "auto" in lora.sync. It resolves to itself."""
-    if config.lora.sync != "auto":
-        return config
+def fits(config: Config, shape: ModelShape, device: str) -> bool:
+    """Return True if vLLM can apply the adapters."""
     apart = replace(config, lora=replace(config.lora, sync="adapter"))
-    fits = config.lora.on and config.samples_rollouts and not list(check_adapter_sync(apart, shape, device))
-    return apart if fits else replace(config, lora=replace(config.lora, sync="merge"))
+    return config.samples_rollouts and not list(check_adapter_sync(apart, shape, device))
 
 
 def merge_warning(config: Config, shape: ModelShape, device: str) -> Iterator[str]:

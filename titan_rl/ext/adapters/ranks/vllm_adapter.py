@@ -1,0 +1,73 @@
+"""The adapters of an engine that applies LoRA itself (lora.sync = "adapter"): one slot for each policy.
+
+    layer, e.g. qkv_proj:  base_layer.weight
+                           lora_a_stacked of q, k, v    [slots, 1, rank, in] each
+                           lora_b_stacked of q, k, v    [slots, 1, out, rank] each, times alpha / rank
+
+They are in their slots from the start, as zeros, and are never loaded: a weight sync writes a slot in place and
+verifies it, as any parameter. Every request names its slot, so that requests of several policies share a step.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.actors.vllm.engine_adapters import EngineAdapters
+from titan_rl.actors.vllm.vllm_params import in_slot
+from titan_rl.config.sections import LoraSection
+from titan_rl.ext.adapters.layers import adapted
+from titan_rl.ext.adapters.ranks.cpu_adapters import apply_adapters
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.types import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdapters(EngineAdapters):
+    lora: LoraSection
+    shape: ModelShape
+
+    def engine_args(self, *, on_cpu: bool) -> dict[str, Any]:
+        if on_cpu:
+            apply_adapters()
+        layers = adapted(self.shape, self.lora)
+        sizes = {"max_loras": self.slots, "max_lora_rank": self.lora.rank}
+        return {"enable_lora": True, "lora_target_modules": layers, **sizes}
+
+    def request(self, request: Request) -> Any:
+        """Return what makes a request use the adapter in its slot. vLLM's prefix cache keeps requests of different
+        names apart; it wants a path, which is never opened."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"slot {request.slot}", request.slot + 1, "in memory")
+
+    def begin(self, llm: Any) -> None:
+        llm.apply_model(put_zeros)
+
+    def check(self, llm: Any) -> None:
+        llm.apply_model(check_slots)
+
+    def tensors(self, model: Any, slot: int) -> "dict[str, Tensor]":
+        tensors = dict[str, "Tensor"]()
+        for name, layer in model.lora_manager.modules.items():
+            for kind, stacked in {"lora_a": layer.lora_a_stacked, "lora_b": layer.lora_b_stacked}.items():
+                tensors |= {in_slot(slot, f"{name}.{kind}.{i}"): part[slot, 0] for i, part in enumerate(stacked)}
+        return tensors
+
+
+def put_zeros(model: Any) -> None:
+    """Put adapters of zeros into the slots, and make vLLM set up its tables of requests again. For a new engine, and
+    for one whose memory was freed."""
+    manager = model.lora_manager
+    manager.remove_all_adapters()
+    for id in range(1, manager.lora_slots + 1):
+        manager.add_adapter(manager.create_dummy_lora(id, manager.lora_config.max_lora_rank, {}))
+        manager.activate_adapter(id)
+
+
+def check_slots(model: Any) -> None:
+    """Raise unless requests compute with the slots that syncs of their policies write."""
+    manager = model.lora_manager
+    if (ids := [*manager.lora_index_to_id]) != [*range(1, manager.lora_slots + 1)]:
+        raise RuntimeError(f"expected adapters 1 to {manager.lora_slots} in vLLM's slots, in order, found {ids}")
