@@ -12,6 +12,7 @@ TorchTitan 0.3.0 refuses its own context parallelism for documents of any length
 further FSDP2 shards, and attention gathers keys and values itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.config.sections import ParallelismSection
-from titan_rl.wire.types import Rows, ranges
+from titan_rl.wire.types import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,7 @@ class PartOfRows(NamedTuple):
     own: np.ndarray | None  # [B, T] bool: the targets that this part predicts; None: all
     places: np.ndarray  # [B, T]: where, in the part's flattened rows; 0 if not own
     attended: Attended
-    routes: np.ndarray | None  # [B, P, layers, K]
-    filled: np.ndarray | None  # [B, P] bool, with routes
+    cut: Callable[[np.ndarray, int], np.ndarray]  # [B, L, ...] and its padding -> [B, P, ...]
 
 
 def group_mesh(p: ParallelismSection, device_type: str) -> DeviceMesh | None:
@@ -60,10 +60,9 @@ def group_mesh(p: ParallelismSection, device_type: str) -> DeviceMesh | None:
 def cut(rows: Rows, part: Part | None) -> PartOfRows:
     """Return a part of packed rows, or with None all of them. A segment that began in an earlier part continues: its
     queries attend to its keys from its first place on."""
-    routes, filled = rows.routes, None if rows.routes is None else filled_places(rows)
     if part is None:
         whole = Attended.whole(rows.segments)
-        return PartOfRows(rows.tokens, rows.positions, None, rows.places, whole, routes, filled)
+        return PartOfRows(rows.tokens, rows.positions, None, rows.places, whole, lambda x_BL, padding: x_BL)
     count, length = rows.tokens.shape
     size = -(-length // (part.count * part.multiple)) * part.multiple
     first, wide = part.index * size, part.count * size
@@ -97,17 +96,7 @@ def cut(rows: Rows, part: Part | None) -> PartOfRows:
     )
     there = np.where(own, row * size + column - first, 0)
     in_order = attended.take(np.argsort(attended.begin))  # as FlashAttention takes queries
-    if routes is not None and filled is not None:
-        routes, filled = columns(routes, padding=-1), columns(filled)
-    return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, routes, filled)
-
-
-def filled_places(rows: Rows) -> np.ndarray:
-    """Return which places read a token of a sample, [B, L] bool. Places of shared prompts may predict no target."""
-    filled = np.zeros(rows.tokens.size, bool)
-    filled[rows.places[rows.sequences >= 0]] = True
-    filled[ranges(rows.segments[:, 2], rows.segments[:, 3])] = True
-    return filled.reshape(rows.tokens.shape)
+    return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, columns)
 
 
 def of_whole_rows(k_BPNH: torch.Tensor, v_BPNH: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
+from titan_rl.wire.side_columns import for_other_weights
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.top_tokens import of_trained, without_teacher
 from titan_rl.wire.types import Batch, PhaseName, Sample
@@ -327,10 +328,10 @@ class Learner:
     def batches(
         self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True, replay: bool = True
     ) -> list[Batch]:
-        """Return samples packed for a mesh. Only the policy can `replay` the engine's routes: other weights take their
-        own."""
+        """Return samples packed for a mesh. Only the policy can `replay` what the engine did: other weights do it their
+        own way."""
         batches = self.packer.update(samples, mesh.dp, whole=whole)
-        return batches if replay and mesh is self._meshes.trainers else [batch.without_routes() for batch in batches]
+        return batches if replay and mesh is self._meshes.trainers else [for_other_weights(batch) for batch in batches]
 
     async def scores(
         self,

@@ -37,6 +37,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "curriculum": {"curriculum": {"solved_visits": 2}},
     "kept batches": {"record": {"batches": 3}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
+    "column kept": {"rollout": {"top_p": 0.9}},
+    "column routes": {"algorithm": {"routing_replay": True}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }

@@ -232,7 +232,7 @@ async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> Non
             batches: list[Batch], temperature: float, frozen_role: str, top: int
         ) -> tuple[list[Any], list[int]]:
             rows = [rows for batch in batches for rows in batch.microbatches]
-            scored.append((frozen_role or mesh.name, all(r.routes is not None for r in rows)))
+            scored.append((frozen_role or mesh.name, all("routes" in r.extras for r in rows)))
             return [[r.mask for r in batch.microbatches] for batch in batches], [0]
 
         return scores
@@ -245,7 +245,8 @@ async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> Non
     def with_routes(*arguments: Any, **named: Any) -> list[Batch]:
         (batch,) = pack(*arguments, **named)
         (rows,) = batch.microbatches
-        return [replace(batch, microbatches=[replace(rows, routes=np.zeros((*rows.tokens.shape, 2, 2), np.int16))])]
+        routes = np.zeros((*rows.tokens.shape, 2, 2), np.int16)
+        return [replace(batch, microbatches=[replace(rows, extras={"routes": routes})])]
 
     learns.packer = SimpleNamespace(update=with_routes)  # type: ignore[assignment]
     for mesh, frozen_role in ((trainers, ""), (trainers, "reference"), (critic, "")):

@@ -31,6 +31,8 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
     ("games", "task.name", lambda config: config.task.name in GAMES),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
+    ("column kept", "rollout.top_p, top_k or min_p", lambda config: config.rollout.truncates),
+    ("column routes", "algorithm.routing_replay", lambda config: config.algorithm.routing_replay),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
