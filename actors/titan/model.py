@@ -61,8 +61,7 @@ from titan_rl.wire.adapters import PEFT_FOLDER
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.side_columns import side_column
-from titan_rl.wire.top_tokens import entries
-from titan_rl.wire.types import Rows
+from titan_rl.wire.types import Rows, entries
 
 FILE_BYTES = 5 << 30
 
@@ -235,7 +234,11 @@ class TitanModel:
     ) -> tuple[torch.Tensor, ...]:
         """Return log-prob of each target under the mask and entropy of its distribution, [B, T] float32 each; and the
         divergence from the teacher, if the rows have its top tokens."""
-        keys = {"with_entropy_grad": with_entropy_grad, "kept": rows.extras.get("kept"), "teacher": rows.teacher}
+        keys = {
+            "with_entropy_grad": with_entropy_grad,
+            "kept": rows.extras.get("kept"),
+            "teacher": rows.extras.get("top"),
+        }
         answers = self._asked(rows, temperature, **keys, beta=self.config.algorithm.distill_beta)
         if self.cp_mesh is None:
             return answers
@@ -499,7 +502,6 @@ class DeviceRows:
     attended: Attended
     own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
-    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and log-probs [N, k], of own targets in the mask
 
     @property
     def trained_at(self) -> torch.Tensor:
@@ -515,10 +517,6 @@ class DeviceRows:
 
         tokens, positions, own, places, attended, cut = context_parallel.cut(rows, part)
         extras = {name: side_column(name).on_device(value, rows, own, cut, to) for name, value in rows.extras.items()}
-        teacher = None
-        if (top := rows.top) is not None:
-            top = top if own is None else top[own[rows.mask > 0]]
-            teacher = to(top["id"].astype(np.int64)), to(np.ascontiguousarray(top["logprob"]))
         return cls(
             tokens=to(tokens),
             positions=to(positions),
@@ -532,7 +530,6 @@ class DeviceRows:
             attended=attended,
             own=None if own is None else to(own),
             extras=extras,
-            teacher=teacher,
         )
 
 

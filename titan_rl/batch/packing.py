@@ -30,7 +30,6 @@ from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.side_columns import Places, packed_extras
-from titan_rl.wire.top_tokens import joined_entries
 from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -144,11 +143,6 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
         if entries != sizes:  # a short list would shift the training data of every later sample
             i, n, count = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
             raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {count}")
-    if any(s.top is not None for s in samples):
-        for i, s in enumerate(samples):
-            n, found = int((np.asarray(s.mask) > 0).sum()), 0 if s.top is None else len(s.top)
-            if n != found:
-                raise ValueError(f"sample {i}: expected {n} rows of top tokens, one per trained token, found {found}")
     units = places.reshape(-1, together).sum(1)
     if (units > seq_len).any():
         first = int(np.argmax(units > seq_len))
@@ -259,7 +253,6 @@ class _Block:
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
     extras: dict[str, Callable[[Places], Any]]  # side columns of a microbatch
-    top: tuple[np.ndarray, np.ndarray] | None  # a row per token under a mask; each token's row, for all samples' tokens
 
 
 def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
@@ -306,7 +299,6 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
     place = ranges((offset[targets.segment] + targets.offset)[order], run)
-    top = joined_entries([s.top for s in samples])
     return _Block(
         tokens=tokens[reads],
         positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
@@ -319,7 +311,6 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
         source=source,
         reads=reads,
         extras=packed_extras(samples),
-        top=None if top is None else (top, (flat((s.mask for s in samples), np.float32) > 0).cumsum() - 1),
     )
 
 
@@ -378,5 +369,4 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         columns={name: column[numbers] for name, column in block.columns.items()},
         segments=segments[np.argsort(segments[:, 0])],
         extras={name: value_at(places) for name, value_at in block.extras.items()},
-        top=block.top and block.top[0][block.top[1][block.source[numbers][block.mask[numbers] > 0]]],
     )

@@ -293,7 +293,6 @@ class Sample:
     prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns (side_columns.py), by name
-    top: np.ndarray | None = None  # [M, k] entries of the teacher's top tokens, a row for each token under the mask
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
@@ -317,7 +316,6 @@ class Rows:
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
-    top: np.ndarray | None = None  # [N, k] entries of the teacher's top tokens, for each target under the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +327,16 @@ class Batch:
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if samples shared none
+
+
+ENTRY = np.dtype([("id", "<i4"), ("logprob", "<f4")])
+"""A token and its log-prob: what a model answers about its most likely tokens."""
+
+
+def entries(ids: np.ndarray, logprobs: np.ndarray | np.float32) -> np.ndarray:
+    found = np.empty(ids.shape, ENTRY)
+    found["id"], found["logprob"] = ids, logprobs
+    return found
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "column kept": {"rollout": {"top_p": 0.9}},
     "column routes": {"algorithm": {"routing_replay": True}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
+    "teacher": {"algorithm": {"advantage": "teacher", "teacher_weights": "reference", "teacher_context": ["answer"]}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

@@ -16,7 +16,6 @@ import numpy as np
 
 from titan_rl.record.lines import must_write, replacing
 from titan_rl.wire.side_columns import names_in, side_column
-from titan_rl.wire.top_tokens import joined_entries
 from titan_rl.wire.types import Sample
 
 FOLDER = "batches"
@@ -74,8 +73,6 @@ def _arrays(updates: Updates) -> dict[str, Any]:
         arrays[f"column_{name}"] = _joined([sample.columns[name] for sample in samples], np.float32)
     for name in names_in(samples):
         arrays |= side_column(name).arrays(samples)
-    if (top := joined_entries([sample.top for sample in samples])) is not None:
-        arrays["top"] = top
     return arrays
 
 
@@ -85,10 +82,9 @@ def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
 
 def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
     ends = arrays["length"].cumsum()
-    others = {name.partition("_")[0] for name in arrays} - OWN - {"top"}
+    others = {name.partition("_")[0] for name in arrays} - OWN
     extras = {name: side_column(name).of_arrays(arrays) for name in others}
     columns = {name.removeprefix("column_"): values for name, values in arrays.items() if name.startswith("column_")}
-    trained = (arrays["mask"] > 0).cumsum()
     updates: list[list[Sample]] = [[] for _ in range(int(arrays["update"].max(initial=-1)) + 1)]
     for i, end in enumerate(ends):
         own = slice(end - arrays["length"][i], end)
@@ -99,7 +95,6 @@ def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
             int(arrays["prompt"][i]),
             int(arrays["sequence"][i]),
             {name: values[i] for name, values in extras.items()},
-            arrays["top"][trained[own][arrays["mask"][own] > 0] - 1] if "top" in arrays else None,
         )
         updates[arrays["update"][i]].append(sample)
     return updates

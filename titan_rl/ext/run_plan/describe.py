@@ -23,7 +23,7 @@ from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.snapshot import snapshot_bytes
-from titan_rl.wire.top_tokens import ENTRY
+from titan_rl.wire.types import ENTRY
 from titan_rl.wire.weight_source import FORCES_LINKS
 
 BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4

@@ -26,6 +26,13 @@ def runs_code(config: Config) -> bool:
     return config.sandbox != SandboxSection() or any(":" in name or name == "code_tests" for name in named)
 
 
+def distills(config: Config) -> bool:
+    """Return True if there is a teacher, or a key of one that has no effect."""
+    a = config.algorithm
+    keys = a.needs_teacher or a.teacher_weights != "folder" or a.teacher_context or config.cold_start.teacher_prompts
+    return a.kind == "rl" and bool(keys)
+
+
 NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
@@ -36,6 +43,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("teacher", "algorithm.advantage", distills),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -43,6 +51,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
 CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.agents.checks", plays),
     ("ext.sandbox.checks", runs_code),
+    ("ext.teachers.checks", distills),
     ("ext.trackers.checks", tracks),
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""

@@ -11,8 +11,7 @@ from titan_rl.ext.kept_sets.kept_sets import KeptSets
 from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.record.run_log import RunLog
 from titan_rl.tools import replay
-from titan_rl.wire.top_tokens import entries
-from titan_rl.wire.types import Sample
+from titan_rl.wire.types import Sample, entries
 
 
 def sample(first: int, *, kept: bool = False) -> Sample:
@@ -50,10 +49,10 @@ def test_routes_are_read_back(tmp_path: Path) -> None:
 def test_top_tokens_are_read_back(tmp_path: Path) -> None:
     kept = KeptBatches(tmp_path, 1)
     tops = [entries(first + np.arange(4).reshape(2, 2), np.full((2, 2), -first)) for first in (1, 2, 3)]
-    made = [replace(sample(i), top=top) for i, top in enumerate(tops)]
+    made = [replace(sample(i), extras={"top": top}) for i, top in enumerate(tops)]
     kept.write(1, [made[:2], made[2:]])
-    found = [s.top for update in kept.read(1) for s in update]
-    assert all(top is not None and np.array_equal(top, own) for top, own in zip(found, tops, strict=True))
+    found = [s.extras["top"] for update in kept.read(1) for s in update]
+    assert all(np.array_equal(top, own) for top, own in zip(found, tops, strict=True))
 
 
 def test_later_steps_of_an_undone_history_are_deleted(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from titan_rl.config.sections import AlgorithmSection, Config, TeacherSection
 from titan_rl.ext.agents.episodes import Step
 from titan_rl.ext.agents.play import Score
 from titan_rl.ext.kept_sets.kept_sets import KeptSets
-from titan_rl.tasks.privileged import PrivilegedPrompts, aligned, exchanged, template_of
+from titan_rl.ext.teachers.privileged import PrivilegedPrompts, aligned, exchanged, template_of
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
