@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,37 +156,6 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     learns.packer = replace(learns.packer, rows=given or UpTo(32))
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
-
-
-async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> None:
-    """Not the critic, and not the weights that the trainers' ranks hold for the reference."""
-    trainers, critic, scored = Mesh(tmp_path), Mesh(tmp_path, "critic"), list[tuple[str, bool]]()
-
-    def noted(mesh: Mesh) -> Callable[..., Any]:
-        async def scores(
-            batches: list[Batch], temperature: float, frozen_role: str, top: int
-        ) -> tuple[list[Any], list[int]]:
-            rows = [rows for batch in batches for rows in batch.microbatches]
-            scored.append((frozen_role or mesh.name, all("routes" in r.extras for r in rows)))
-            return [[r.mask for r in batch.microbatches] for batch in batches], [0]
-
-        return scores
-
-    trainers.scores, critic.scores = noted(trainers), noted(critic)  # type: ignore[attr-defined]
-    config = on_device(Config(training=TrainingSection(seq_len=64, local_batch_size=1)), "cpu")
-    learns, _ = learner_of(tmp_path, config, trainers, critic=critic)
-    pack = learns.packer.update
-
-    def with_routes(*arguments: Any, **named: Any) -> list[Batch]:
-        (batch,) = pack(*arguments, **named)
-        (rows,) = batch.microbatches
-        routes = np.zeros((*rows.tokens.shape, 2, 2), np.int16)
-        return [replace(batch, microbatches=[replace(rows, extras={"routes": routes})])]
-
-    learns.packer = SimpleNamespace(update=with_routes)  # type: ignore[assignment]
-    for mesh, frozen_role in ((trainers, ""), (trainers, "reference"), (critic, "")):
-        await learns.scores([sample(20)], mesh, frozen_role)  # type: ignore[arg-type]
-    assert scored == [("trainer", True), ("reference", False), ("critic", False)]
 
 
 def ppo(**checkpoint: Any) -> Config:
