@@ -60,7 +60,7 @@ from titan_rl.kernels import cpu_matmul
 from titan_rl.wire.adapters import PEFT_FOLDER
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
-from titan_rl.wire.side_columns import side_column
+from titan_rl.wire.side_columns import RankPart, side_column
 from titan_rl.wire.types import Rows, entries
 
 FILE_BYTES = 5 << 30
@@ -516,7 +516,7 @@ class DeviceRows:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         tokens, positions, own, places, attended, cut = context_parallel.cut(rows, part)
-        extras = {name: side_column(name).on_device(value, rows, own, cut, to) for name, value in rows.extras.items()}
+        here = RankPart(rows, own, cut, to)
         return cls(
             tokens=to(tokens),
             positions=to(positions),
@@ -529,7 +529,7 @@ class DeviceRows:
             columns={name: to(column) for name, column in rows.columns.items()},
             attended=attended,
             own=None if own is None else to(own),
-            extras=extras,
+            extras={name: side_column(name).on_device(value, here) for name, value in rows.extras.items()},
         )
 
 

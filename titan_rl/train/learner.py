@@ -42,25 +42,19 @@ TEACHERS: dict[str, FrozenRole] = {"folder": "teacher", "reference": "reference"
 """algorithm.teacher_weights -> the name under which trainers know these weights; "" are their own."""
 
 
+TeacherScores = Callable[[Sequence[Sample], int], Awaitable[list[np.ndarray]]]
+"""Returns the log-probs of the teacher's weights; with a number of top tokens entries, each before those."""
+
+
 class Distills(Protocol):
-    """A teacher of the policy (ext/teachers)."""
+    """A teacher: its column and side columns of samples, more samples for a cold start, and the step's metrics."""
 
     async def answers(
-        self,
-        samples: Sequence[Sample],
-        groups: Sequence[Group],
-        scores: Callable[[Sequence[Sample], int], Awaitable[list[np.ndarray]]],
-    ) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
-        """Return a column, and side columns by name, of the samples. `scores` are those of the teacher's weights."""
-        ...
+        self, samples: Sequence[Sample], groups: Sequence[Group], scores: TeacherScores
+    ) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]: ...
 
-    def supervised(self, made: Sequence[tuple[Prompt, Sample]]) -> list[Sample]:
-        """Return more samples for a cold start."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
-        ...
+    def supervised(self, made: Sequence[tuple[Prompt, Sample]]) -> list[Sample]: ...
+    def take_metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,15 @@ class Places(NamedTuple):
     on: np.ndarray  # [B, T] bool: targets under the mask
 
 
+class RankPart(NamedTuple):
+    """The part of packed rows that a rank computes."""
+
+    rows: Rows  # whole
+    own: np.ndarray | None  # [B, T] bool: the targets that it predicts; None: all
+    cut: Callable[[np.ndarray, int], np.ndarray]  # an array of places and its padding -> the rank's places
+    to: Callable[[np.ndarray], Any]  # an array -> its tensor on the rank's device
+
+
 class SideColumn:
     """One kind of side column: its value for a carrier, made from its values for the carriers before."""
 
@@ -38,16 +47,8 @@ class SideColumn:
         Raise ValueError if a sample's value does not fit its tokens."""
         raise NotImplementedError
 
-    def on_device(
-        self,
-        value: Any,
-        rows: Rows,
-        own: np.ndarray | None,
-        cut: Callable[[np.ndarray, int], np.ndarray],
-        to: Callable[[np.ndarray], Any],
-    ) -> Any:
-        """Return the value for a rank that computes a part of these rows: the targets in `own`, [B, T] bool, or all if
-        it is None. `cut` returns that part of an array of places, given its padding; `to` an array's tensor."""
+    def on_device(self, value: Any, part: RankPart) -> Any:
+        """Return the value of a rank's rows as tensors."""
         raise NotImplementedError
 
     def arrays(self, samples: Sequence[Sample]) -> Mapping[str, np.ndarray]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_rl.wire.side_columns import Places, SideColumn, check_lengths
-from titan_rl.wire.types import Branch, Rollout, Rows, Sample, Turn
+from titan_rl.wire.side_columns import Places, RankPart, SideColumn, check_lengths
+from titan_rl.wire.types import Branch, Rollout, Sample, Turn
 
 BITS = 2**32 - 1  # no id
 WORD = np.dtype("<u4")
@@ -100,17 +100,10 @@ class KeptColumn(SideColumn):
         sets = KeptSets.joined([_joined(samples), KeptSets.whole(1)])
         return lambda places: sets.take(np.where(places.on, places.targets, -1).ravel())
 
-    def on_device(
-        self,
-        value: KeptSets,
-        rows: Rows,
-        own: np.ndarray | None,
-        cut: Callable[[np.ndarray, int], np.ndarray],
-        to: Callable[[np.ndarray], Any],
-    ) -> tuple[Any, Any]:
+    def on_device(self, value: KeptSets, part: RankPart) -> tuple[Any, Any]:
         """Return each target's number of ids, [B * T], and all ids."""
-        counts, ids = (value if own is None else value.only(own.ravel())).ids()
-        return to(counts), to(ids)
+        counts, ids = (value if part.own is None else value.only(part.own.ravel())).ids()
+        return part.to(counts), part.to(ids)
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         sets = _joined(samples)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.side_columns import Places, SideColumn, check_lengths
+from titan_rl.wire.side_columns import Places, RankPart, SideColumn, check_lengths
 from titan_rl.wire.types import Branch, Rollout, Rows, Sample, ranges
 
 BLOCK = 16  # tokens: a prefix cache has whole blocks of a multiple of it
@@ -101,16 +101,9 @@ class RoutesColumn(SideColumn):
         rows = _joined(samples)
         return lambda places: signed(rows[places.reads])
 
-    def on_device(
-        self,
-        value: np.ndarray,
-        rows: Rows,
-        own: np.ndarray | None,
-        cut: Callable[[np.ndarray, int], np.ndarray],
-        to: Callable[[np.ndarray], Any],
-    ) -> tuple[Any, Any]:
+    def on_device(self, value: np.ndarray, part: RankPart) -> tuple[Any, Any]:
         """Return the experts to replay, and where there is a token, [B, L] bool."""
-        return to(cut(value, -1)), to(cut(filled_places(rows), 0))
+        return part.to(part.cut(value, -1)), part.to(part.cut(filled_places(part.rows), 0))
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         return {"routes": _joined(samples)[:-1]}

@@ -1,7 +1,7 @@
 """The teacher of a run: what it finds about the policy's samples, and what its step's metrics say about that."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,10 +9,8 @@ from titan_rl.config.sections import Config
 from titan_rl.ext.teachers.privileged import PrivilegedPrompts, aligned
 from titan_rl.ext.teachers.top_tokens import of_trained, without_teacher
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.train.learner import TeacherScores
 from titan_rl.wire.types import Group, Prompt, Sample
-
-Scores = Callable[[Sequence[Sample], int], Awaitable[list[np.ndarray]]]
-"""Returns the log-probs of the teacher's weights; with a number of top tokens entries, each before those."""
 
 
 class Teacher:
@@ -22,7 +20,7 @@ class Teacher:
         self._sums = Counter[str]()  # in the step so far: answers, tokens and log-probs that the teacher scored
 
     async def answers(
-        self, samples: Sequence[Sample], groups: Sequence[Group], scores: Scores
+        self, samples: Sequence[Sample], groups: Sequence[Group], scores: TeacherScores
     ) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
         """Return the teacher's log-probs of the samples' tokens, and side columns: its top tokens, if asked for."""
         if self._prompts is None:
@@ -37,7 +35,7 @@ class Teacher:
         return logprobs, [{"top": e[:, 1:]} for e in found]
 
     async def _after_contexts(
-        self, samples: Sequence[Sample], privileged: Sequence[Sample | None], scores: Scores
+        self, samples: Sequence[Sample], privileged: Sequence[Sample | None], scores: TeacherScores
     ) -> list[np.ndarray]:
         """Return what the teacher finds after privileged contexts. A sample without one has its sampling log-probs: the
         teacher's signal is their difference, which is 0 there. Its top tokens are unknown."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_rl.wire.side_columns import Places, SideColumn
-from titan_rl.wire.types import Rows, Sample, entries
+from titan_rl.wire.side_columns import Places, RankPart, SideColumn
+from titan_rl.wire.types import Sample, entries
 
 
 def without_teacher(logprobs: np.ndarray, k: int) -> np.ndarray:
@@ -41,17 +41,10 @@ class TopColumn(SideColumn):
         row = (np.concatenate([sample.mask for sample in samples]) > 0).cumsum() - 1  # of each token
         return lambda places: top[row[places.targets[places.on]]]
 
-    def on_device(
-        self,
-        value: np.ndarray,
-        rows: Rows,
-        own: np.ndarray | None,
-        cut: Callable[[np.ndarray, int], np.ndarray],
-        to: Callable[[np.ndarray], Any],
-    ) -> tuple[Any, Any]:
+    def on_device(self, value: np.ndarray, part: RankPart) -> tuple[Any, Any]:
         """Return the ids and the log-probs of the rank's targets under the mask."""
-        top = value if own is None else value[own[rows.mask > 0]]
-        return to(top["id"].astype(np.int64)), to(np.ascontiguousarray(top["logprob"]))
+        top = value if part.own is None else value[part.own[part.rows.mask > 0]]
+        return part.to(top["id"].astype(np.int64)), part.to(np.ascontiguousarray(top["logprob"]))
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         return {"top": np.concatenate([s.extras["top"] for s in samples if "top" in s.extras])}
