@@ -34,7 +34,7 @@ def sampled_routes(folder: str, dtype: Any, prompts: int) -> list[dict[str, Any]
 
     settings = EngineSettings(model_dir=folder, max_model_len=SEQ_LEN, kv_cache_memory_mb=64, load_format="auto")
     settings = replace(settings, dtype=dtype, enable_prefix_caching=False, max_num_seqs=prompts * SAMPLES)
-    engine = Engine(replace(settings, records_routes=True))
+    engine = Engine(replace(settings, records=("routes",)))
     engine.set_version(0)
     random = np.random.default_rng(0)
     contexts = []
@@ -47,9 +47,8 @@ def sampled_routes(folder: str, dtype: Any, prompts: int) -> list[dict[str, Any]
         for done in engine.step():
             context = contexts[int(done.id)]
             for made in done.completions:
-                assert made.routes is not None
                 answer = {"tokens": context + made.tokens, "prompt": len(context), "logprobs": made.logprobs}
-                found.append({**answer, "routes": made.routes.rows().tolist()})
+                found.append({**answer, "routes": made.extras["routes"].rows().tolist()})
     return found
 
 
@@ -94,7 +93,7 @@ def with_routes(rows: Any, routes: list[np.ndarray]) -> Any:
     column = np.full((rows.tokens.size, *routes[0].shape[1:]), -1, np.int16)
     for number, sample in enumerate(rows.samples.tolist()):
         column[rows.places[rows.sequences == number]] = routes[sample]
-    return replace(rows, routes=column.reshape(*rows.tokens.shape, *column.shape[1:]))
+    return replace(rows, extras={"routes": column.reshape(*rows.tokens.shape, *column.shape[1:])})
 
 
 def random_mixture(folder: Path, seed: int) -> None:

@@ -3,13 +3,13 @@
 
     .venv/bin/python scripts/layers.py            # prints every import that breaks the plan; exit 1 if there is one
     .venv/bin/python scripts/layers.py --rooms    # prints the arrows between rooms
-    .venv/bin/python scripts/layers.py --tiers    # prints the lines of each tier, and the edges that still break it
+    .venv/bin/python scripts/layers.py --tiers    # prints the lines of each tier
 
-The plan is in pyproject.toml, [tool.titan_rl]: `floors`, top first, and the modules of each tier. A room imports rooms
+The plan is in pyproject.toml, [tool.titan_rl]: `floors`, top first, and what an extension `needs`. A room imports rooms
 of lower floors only, and no modules import each other in a ring. The core imports neither tools nor extensions, and an
-extension no other one that it does not need. tier_edges.txt has the exceptions: a new one is refused, and one that is
-gone has to be removed there (--shrink does). Imports inside functions and under TYPE_CHECKING count too. import-linter
-would not do: it ignores packages without __init__.py, and the root's folders must not have one.
+extension (a folder of titan_rl/ext) no other one that it does not need. Imports inside functions and under
+TYPE_CHECKING count too. import-linter would not do: it ignores packages without __init__.py, and the root's folders
+must not have one.
 """
 
 import ast
@@ -18,12 +18,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import tomli
 
 ROOT = Path(__file__).resolve().parents[1]
-EDGES = Path(__file__).with_name("tier_edges.txt")
 CORE, TOOLS = "core", "tools"
 
 
@@ -59,22 +57,12 @@ def room(module: str, known: Mapping[str, Path]) -> str:
     return parts[1] if len(parts) > 1 else module
 
 
-def tiers(plan: Mapping[str, Any], known: Mapping[str, Path]) -> dict[str, str]:
-    """Return each module's tier: "core", "tools", or the name of its extension. Folders of titan_rl/ext are extensions
-    without a line in the plan."""
-    named = dict.fromkeys(plan["tools"], TOOLS)
-    named |= {name: extension for extension, names in plan["extensions"].items() for name in names}
-
-    def of(module: str) -> str:
-        name = module.removeprefix("titan_rl.")
-        if name.startswith("ext."):
-            return name.split(".")[1]
-        return next((tier for prefix, tier in named.items() if f"{name}.".startswith(f"{prefix}.")), CORE)
-
-    unknown = [name for name in named if not any(f"{m}.".startswith(f"titan_rl.{name}.") for m in known)]
-    if unknown:
-        raise SystemExit(f"pyproject.toml, [tool.titan_rl]: there is no module {', '.join(unknown)}")
-    return {module: of(module) for module in known}
+def tier_of(module: str) -> str:
+    """Return a module's tier: "core", "tools", or the name of its extension."""
+    first, *others = module.removeprefix("titan_rl.").split(".")
+    if first == "ext" and others:
+        return others[0]
+    return TOOLS if first in ("tools", "__main__") else CORE
 
 
 def forbidden(here: str, there: str, needs: Mapping[str, list[str]]) -> bool:
@@ -88,10 +76,8 @@ def main() -> int:
     plan = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["titan_rl"]
     floor = {name: len(plan["floors"]) - level for level, names in enumerate(plan["floors"]) for name in names}
     known, problems = modules(), []
-    tier = tiers(plan, known)
-    excepted = EDGES.read_text(encoding="utf-8").splitlines() if EDGES.exists() else []
+    tier = {module: tier_of(module) for module in known}
     graph: defaultdict[str, set[str]] = defaultdict(set)
-    edges = dict[str, str]()  # that break the tiers, and where
     for module, path in sorted(known.items()):
         here = room(module, known)
         if module != "titan_rl" and here not in floor and not here.startswith("ext"):
@@ -101,17 +87,11 @@ def main() -> int:
             graph[module].add(name)
             there, where = room(name, known), f"{path.relative_to(ROOT)}:{line}"
             if forbidden(tier[module], tier[name], plan["needs"]):
-                edges.setdefault(f"{module.removeprefix('titan_rl.')} -> {name.removeprefix('titan_rl.')}", where)
+                problems.append(
+                    f"{where}: {tier[module]} imports {tier[name]} ({name}); titan_rl/wire/parts.py finds it"
+                )
             elif here in floor and there in floor and here != there and floor[here] <= floor[there]:
                 problems.append(f"{where}: {here} imports {there} ({name}), which is not below it")
-    if "--shrink" in sys.argv:
-        excepted = [edge for edge in excepted if edge in edges]
-        EDGES.write_text("".join(f"{edge}\n" for edge in excepted), encoding="utf-8")
-    new = sorted(edges.keys() - set(excepted))
-    problems += [f"{edges[edge]}: {edge} crosses tiers (pyproject.toml, [tool.titan_rl])" for edge in new]
-    problems += [f"scripts/tier_edges.txt: remove {edge!r}: it is gone" for edge in excepted if edge not in edges]
-    if excepted != sorted(excepted):
-        problems.append("scripts/tier_edges.txt: expected sorted lines")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -121,21 +101,20 @@ def main() -> int:
         for name in floor:
             print(f"{floor[name]} {name:<12} -> {', '.join(sorted(b for a, b in arrows if a == name != b))}")
     if "--tiers" in sys.argv:
-        show_tiers(tier, known, list(edges))
-    print("\n".join(problems) or f"layers: {len(known)} modules, imports only go down; {len(edges)} edges cross tiers")
+        show_tiers(tier, known)
+    print("\n".join(problems) or f"layers: {len(known)} modules, imports only go down, and none crosses tiers")
     return 1 if problems else 0
 
 
-def show_tiers(tier: Mapping[str, str], known: Mapping[str, Path], edges: list[str]) -> None:
+def show_tiers(tier: Mapping[str, str], known: Mapping[str, Path]) -> None:
     lines = Counter[str]()
     for module, path in known.items():
         lines[tier[module]] += len(path.read_text(encoding="utf-8").splitlines())
-    into = Counter(tier["titan_rl." + edge.split(" -> ")[1]] for edge in edges)
     extensions = sum(count for name, count in lines.items() if name not in (CORE, TOOLS))
     print(f"core {lines[CORE]:,} lines, extensions {extensions:,}, tools {lines[TOOLS]:,}")
     for name, count in sorted(lines.items(), key=lambda each: -each[1]):
         if name != CORE:
-            print(f"  {name:<18} {count:>6,} lines, {into[name]} edges into it")
+            print(f"  {name:<18} {count:>6,} lines")
 
 
 if __name__ == "__main__":

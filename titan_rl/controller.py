@@ -40,7 +40,6 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
-from titan_rl.tasks.privileged import PrivilegedPrompts
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, supervised
 from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
@@ -82,8 +81,6 @@ class Controller:
         self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
-        distills = run.config.algorithm.needs_teacher and run.config.algorithm.teacher_context
-        self.privileged = PrivilegedPrompts(run.config, run.setup.tokenizer) if distills else None
         self.engines_proven = False  # their log-probs equal the trainers'
 
     async def drive(self) -> None:
@@ -169,8 +166,7 @@ class Controller:
     async def judge(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
         """Return the groups, and their samples with the columns of every role and with advantages."""
         samples = samples_of(groups, self.config.algorithm)
-        privileged = self.privileged.samples(groups, samples) if self.privileged is not None else ()
-        samples = await self.learner.judge(samples, privileged)
+        samples = await self.learner.judge(samples, groups)
         return with_advantages(groups, samples, self.config.algorithm, training_rubric(self.config.task).weights)
 
     @property
@@ -268,10 +264,8 @@ class Controller:
             openings = self.setup.task.openings
             made = [(p, sample) for p in prompts for sample in supervised(p, tokenizer, openings.get(p.where))]
             samples = [sample for _, sample in made]
-            if self.privileged is not None and self.config.cold_start.teacher_prompts:
-                more = [self.privileged.supervised(*pair) for pair in made]
-                longest = self.config.training.seq_len + 1
-                samples += [each for each in more if each is not None and len(each.tokens) <= longest]
+            if self.learner.teacher is not None and self.config.cold_start.teacher_prompts:
+                samples += self.learner.teacher.supervised(made)
             return samples
         return [sample for prompt in prompts for sample in SAMPLES[kind](prompt, tokenizer)]
 

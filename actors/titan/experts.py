@@ -168,11 +168,12 @@ class Mixture(MoE):
 def set_routes(
     model: nn.Module,
     counted_BL: torch.Tensor | None,
-    routes_BLNK: torch.Tensor | None,
-    filled_BL: torch.Tensor | None,
+    replayed: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Make the routers of a model count the tokens of each expert in the next forward, each place `counted_BL` times;
-    None: not at all. With routes, make them replay these."""
+    None: not at all. Make them take the `replayed` experts, [B, L, layers, K], if there are any; and where there is a
+    token, [B, L] bool, count what they would have chosen."""
+    routes_BLNK, filled_BL = replayed or (None, None)
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if routes_BLNK is not None and routes_BLNK.shape[2:] != (len(routers), routers[0].top_k):
         expected, found = (len(routers), routers[0].top_k), tuple(routes_BLNK.shape[2:])

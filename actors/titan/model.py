@@ -6,9 +6,9 @@ together with an optimizer (phase.py); the reference, the teacher and the reward
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
-from titan_rl.wire.top_tokens import entries
-from titan_rl.wire.types import Rows
+from titan_rl.wire.side_columns import RankPart, side_column
+from titan_rl.wire.types import Rows, entries
 
 FILE_BYTES = 5 << 30
 
@@ -222,7 +222,11 @@ class TitanModel:
     ) -> tuple[torch.Tensor, ...]:
         """Return log-prob of each target under the mask and entropy of its distribution, [B, T] float32 each; and the
         divergence from the teacher, if the rows have its top tokens."""
-        keys = {"with_entropy_grad": with_entropy_grad, "kept": rows.kept, "teacher": rows.teacher}
+        keys = {
+            "with_entropy_grad": with_entropy_grad,
+            "kept": rows.extras.get("kept"),
+            "teacher": rows.extras.get("top"),
+        }
         answers = self._asked(rows, temperature, **keys, beta=self.config.algorithm.distill_beta)
         if self.row_parts is None:
             return answers
@@ -260,7 +264,7 @@ class TitanModel:
     def _forward(self, rows: "DeviceRows") -> Any:
         if self.shape.experts:  # routes count for trained tokens only
             counted = rows.trained_at if torch.is_grad_enabled() else None
-            experts.set_routes(self.model, counted, rows.routes, rows.filled)
+            experts.set_routes(self.model, counted, rows.extras.get("routes"))
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
@@ -437,8 +441,8 @@ class AveragedWeights(FrozenWeights):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places`, `attended`,
-    `routes` and `filled` describe the part, everything else whole rows."""
+    """Packed rows on a device. If the rank computes a part of each row, `tokens`, `positions`, `places`, `attended`
+    and `extras` describe the part, everything else whole rows."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -451,10 +455,7 @@ class DeviceRows:
     columns: dict[Any, torch.Tensor]
     attended: Attended
     own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated
-    routes: torch.Tensor | None = None  # [B, L, layers, K]: experts to replay; -1: unknown
-    filled: torch.Tensor | None = None  # [B, L] bool, with routes: false at padding
-    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and log-probs [N, k], of own targets in the mask
+    extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
 
     @property
     def trained_at(self) -> torch.Tensor:
@@ -468,16 +469,9 @@ class DeviceRows:
         def to(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        tokens, positions, own, places, attended, routes, filled = parts.cut(rows) if parts else whole_rows(rows)
-        kept = None
-        if rows.kept is not None:
-            sets = rows.kept if own is None else rows.kept.only(own.ravel())
-            counts, ids = sets.ids()
-            kept = to(counts), to(ids)
-        teacher = None
-        if (top := rows.top) is not None:
-            top = top if own is None else top[own[rows.mask > 0]]
-            teacher = to(top["id"].astype(np.int64)), to(np.ascontiguousarray(top["logprob"]))
+        part = parts.cut(rows) if parts else whole_rows(rows)
+        tokens, positions, own, places, attended, cut = part
+        here = RankPart(rows, own, cut, to)
         return cls(
             tokens=to(tokens),
             positions=to(positions),
@@ -490,10 +484,7 @@ class DeviceRows:
             columns={name: to(column) for name, column in rows.columns.items()},
             attended=attended,
             own=None if own is None else to(own),
-            kept=kept,
-            routes=None if routes is None else to(routes),
-            filled=None if filled is None else to(filled),
-            teacher=teacher,
+            extras={name: side_column(name).on_device(value, here) for name, value in rows.extras.items()},
         )
 
 

@@ -4,6 +4,7 @@ The optional part context_parallel cuts rows. Each rank of a group gets whole ro
 losses see the log-probs of whole rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.config.sections import ParallelismSection
 from titan_rl.wire.parts import needed_part
-from titan_rl.wire.types import Rows, ranges
+from titan_rl.wire.types import Rows
 
 
 class PartOfRows(NamedTuple):
@@ -21,8 +22,7 @@ class PartOfRows(NamedTuple):
     own: np.ndarray | None  # [B, T] bool: the targets that this part predicts; None: all
     places: np.ndarray  # [B, T]: where, in the part's flattened rows; 0 if not own
     attended: Attended
-    routes: np.ndarray | None  # [B, P, layers, K]
-    filled: np.ndarray | None  # [B, P] bool, with routes
+    cut: Callable[[np.ndarray, int], np.ndarray]  # [B, L, ...] and its padding -> [B, P, ...]
 
 
 class RowParts(Protocol):
@@ -54,14 +54,5 @@ def row_parts(p: ParallelismSection, device_type: str) -> RowParts | None:
 
 
 def whole_rows(rows: Rows) -> PartOfRows:
-    filled = None if rows.routes is None else filled_places(rows)
-    attended = Attended.whole(rows.segments)
-    return PartOfRows(rows.tokens, rows.positions, None, rows.places, attended, rows.routes, filled)
-
-
-def filled_places(rows: Rows) -> np.ndarray:
-    """Return which places read a token of a sample, [B, L] bool. Places of shared prompts may predict no target."""
-    filled = np.zeros(rows.tokens.size, bool)
-    filled[rows.places[rows.sequences >= 0]] = True
-    filled[ranges(rows.segments[:, 2], rows.segments[:, 3])] = True
-    return filled.reshape(rows.tokens.shape)
+    whole = Attended.whole(rows.segments)
+    return PartOfRows(rows.tokens, rows.positions, None, rows.places, whole, lambda x_BL, padding: x_BL)

@@ -21,16 +21,16 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.vllm import routed_tokens, vllm_cpu
+from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.routed_tokens import RouteRecorder, routes_of
 from titan_rl.actors.vllm.vllm_args import (
     KEPT_LAYOUT,
     engine_args,
@@ -42,14 +42,13 @@ from titan_rl.actors.vllm.vllm_args import (
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
-from titan_rl.wire.routes import Routes
-from titan_rl.wire.types import Completion, ContextScore, Finish, Request
+from titan_rl.wire.types import Completion, ContextScore, Finish, Request, Sampling
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
-    from vllm import RequestOutput
+    from vllm import CompletionOutput, RequestOutput
     from vllm.logprobs import FlatLogprobs
 
 
@@ -64,8 +63,7 @@ class EngineSettings(GeneratorSection):
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
     head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
-    records_kept: bool = False  # the kept sets of truncated sampling
-    records_routes: bool = False  # the experts of each token
+    records: tuple[str, ...] = ()  # side columns (wire/side_columns.py), by name
     adapters: EngineAdapters = field(default_factory=EngineAdapters)  # LoRA
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
@@ -108,7 +106,7 @@ class OpenRequest:
         """Return a request none of whose samples is in vLLM yet."""
         if request.begun:
             samples = [
-                Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context], s.routes)
+                Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.context], _copies(s.extras))
                 for s in request.begun
             ]
         else:
@@ -122,6 +120,33 @@ class OpenRequest:
         begun, context = self.unfinished.keys() - self.fresh, len(self.request.tokens)
         after_blocks = sum(context % block + len(self.samples[i].tokens) - 1 for i in begun)
         return after_blocks + context // block * block if begun else 0
+
+
+class ColumnRecorder:
+    """Records a side column of the samples of an engine, in the extras of their completions."""
+
+    args: Mapping[str, Any] = {}
+    """Arguments of the engine."""
+
+    def begin(self, llm: Any) -> None:
+        """Take note of the engine, which is built."""
+
+    def request_args(self, id: str, sampling: Sampling) -> Mapping[str, Any]:
+        """Return changed sampling parameters for a sample."""
+        return {}
+
+    def sampled(self, id: str, sample: Completion) -> None:
+        """Record the token that a step has sampled."""
+
+    def left(self, id: str, open: OpenRequest, index: int, last: "CompletionOutput | None" = None) -> None:
+        """Record the tokens of a sample that leaves vLLM: with its `last` output, or before that."""
+
+    def dropped(self, id: str) -> None:
+        """Forget a sample that another one continues, which reads its tokens again."""
+
+
+def _copies(extras: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) for name, value in extras.items()}
 
 
 def gpu_memory() -> tuple[int, int]:
@@ -153,20 +178,15 @@ class Engine:
         else:
             share = memory_share(settings, *gpu_memory())
             args |= {"enable_sleep_mode": settings.sleeps, "gpu_memory_utilization": share, **KEPT_LAYOUT}
-        self._kept: dict[str, bytes] | None = None  # kept sets of the last step, by the id of a sample
-        self._truncates = settings.records_kept and on_cpu  # in vLLM's place
-        if settings.records_kept:
-            from titan_rl.actors.vllm import kept_tokens
-
-            self._kept = kept_tokens.last_kept
-            args |= kept_tokens.engine_args(on_cpu=on_cpu)
-        if settings.records_routes:
-            args |= routed_tokens.engine_args(on_cpu=on_cpu)
+        self._recorders = [needed_part(f"recorder {name}", "records")(on_cpu=on_cpu) for name in settings.records]
+        for recorder in self._recorders:
+            args |= recorder.args
         self._adapters = settings.adapters
         args |= self._adapters.engine_args(on_cpu=on_cpu)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
-        self._recorder = RouteRecorder(self._llm, on_cpu=on_cpu) if settings.records_routes else None
+        for recorder in self._recorders:
+            recorder.begin(self._llm)
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
@@ -244,8 +264,8 @@ class Engine:
             begun = open.samples[i].tokens
             id = open.unfinished[i] = str(next(self._ids))
             self._in_vllm[id] = open, i
-            truncated_by = id if self._truncates else ""
-            params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), truncated_by=truncated_by)
+            changed = {k: v for r in self._recorders for k, v in r.request_args(id, request.sampling).items()}
+            params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), **changed)
             prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
             self._llm.add_request(id, prompt, params, lora_request=adapter)
 
@@ -254,8 +274,8 @@ class Engine:
         self._llm.abort_request([*ids])
         for id in ids:
             del self._in_vllm[id]
-            if self._recorder is not None:
-                self._recorder.take(id)
+            for recorder in self._recorders:
+                recorder.dropped(id)
 
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
@@ -280,7 +300,8 @@ class Engine:
         opened = [open for id in ids if (open := self._open.pop(id, None)) is not None]
         for open in opened:
             for i, id in open.unfinished.items():
-                open.samples[i] = replace(open.samples[i], routes=self._routes(id))
+                for recorder in self._recorders:
+                    recorder.left(id, open, i)
         self._drop([sample for open in opened for sample in open.unfinished.values()])
         return [Done(open.request.id, open.samples) for open in opened]
 
@@ -387,30 +408,17 @@ class Engine:
         assert isinstance(delta.logprobs, FlatLogprobs), "flat_logprobs is asked for"
         sample.logprobs.extend(delta.logprobs.logprobs)
         sample.versions.extend([version] * count)
-        if self._kept is not None:
-            sample.kept.append(self._kept.pop(output.request_id, b""))
+        for recorder in self._recorders:
+            recorder.sampled(output.request_id, sample)
         if delta.finish_reason is not None:
-            tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
-            finish = cast("Finish", delta.finish_reason)
-            routes = self._routes(output.request_id, delta.routed_experts)
-            open.samples[index] = Completion(
-                tokens, logprobs, versions, finish, "", sample.kept, sample.context, routes
-            )
+            for recorder in self._recorders:
+                recorder.left(output.request_id, open, index, delta)
+            open.samples[index] = replace(sample, finish=cast("Finish", delta.finish_reason))
             del self._in_vllm[open.unfinished.pop(index)]
             prefill = open.prefills.pop(index)
             self._stats.prompt_tokens += prefill.tokens
             self._stats.cached_tokens += prefill.cached
             self._end(open.request.id)
-
-    def _routes(self, id: str, returned: "np.ndarray | None" = None) -> Routes | None:
-        """Return the routes of the tokens that a sample has read so far; on a GPU vLLM `returned` them with its end."""
-        open, index = self._in_vllm[id]
-        sample, recorded = open.samples[index], self._recorder.take(id, returned) if self._recorder else []
-        if not recorded or not sample.tokens:
-            return sample.routes
-        read, before = len(open.request.tokens) + len(sample.tokens) - 1, sample.routes
-        cached = before.cached if before else open.prefills[index].cached
-        return routes_of(read, recorded, before, cached=cached, sample=f"sample {id}")
 
 
 def context_scores(scores: "FlatLogprobs") -> list[ContextScore]:

@@ -3,16 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from titan_rl.actors.vllm.kept_tokens import Truncation
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records_kept", "quantization"} | {
-    *("adapters", "records_routes")
-}
+NOT_VLLMS = {"adapters", "replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records", "quantization"}
 
 KEPT_LAYOUT = {"moe_backend": "triton"}
 """Arguments of an engine on a GPU that leave live parameters in the order of the weight plan. Other kernels of vLLM for
@@ -69,21 +66,18 @@ def stream_seed(seed: int, begun: int) -> int:
     return derive(seed, "go on", begun) % 2**31 if begun else seed
 
 
-def sampling_params(sampling: Sampling, seed: int, *, begun: int, truncated_by: str = "") -> Any:
-    """Return vLLM's parameters for the rest of a sample that has `begun` tokens.
+def sampling_params(sampling: Sampling, seed: int, *, begun: int, **changed: Any) -> Any:
+    """Return vLLM's parameters for the rest of a sample that has `begun` tokens, some of them `changed`.
 
     Only the request's own stop tokens stop it: `ignore_eos` switches off stop tokens from the model's folder.
-    With `truncated_by`, the id of the sample, the processor of kept_tokens.py truncates it, and vLLM does not.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    truncation = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     return SamplingParams(
         max_tokens=sampling.max_new_tokens - begun,
         temperature=sampling.temperature,
-        top_p=1.0 if truncated_by else sampling.top_p,
-        top_k=0 if truncated_by else sampling.top_k,
-        min_p=sampling.min_p,
         seed=stream_seed(seed, begun),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
@@ -92,8 +86,8 @@ def sampling_params(sampling: Sampling, seed: int, *, begun: int, truncated_by: 
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=Truncation(truncated_by, sampling.top_k, sampling.top_p)._asdict() if truncated_by else None,
         skip_clone=True,
+        **(truncation | changed),
     )
 
 

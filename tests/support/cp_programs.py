@@ -14,8 +14,8 @@ from titan_rl.batch.packing import UpTo, unpack
 from titan_rl.config.choices import Family
 from titan_rl.config.presets import preset
 from titan_rl.config.sections import AlgorithmSection, Config, CriticSection, OptimizerSection, TrainingSection
+from titan_rl.ext.kept_sets.kept_sets import KeptSets, packed
 from titan_rl.train.learner import Packer
-from titan_rl.wire.kept_sets import KeptSets, packed
 from titan_rl.wire.types import Sample
 
 STEPS = 6
@@ -56,14 +56,15 @@ def samples(step: int, name: str) -> list[Sample]:
             n = prompt + int(random.integers(2, 60 if owner == 0 else 16))
             columns = columns_of(random, n)
             tokens = asked + random.integers(3, 60, n - prompt).tolist()
-            kept = None
+            extras = {}
             if name == "kept":
                 masks = random.random((n, 64)) < 0.5
                 masks[np.arange(n), tokens] = True
-                kept = KeptSets.of([packed(mask) if i >= prompt else b"" for i, mask in enumerate(masks)])
+                sets = KeptSets.of([packed(mask) if i >= prompt else b"" for i, mask in enumerate(masks)])
+                extras = {"kept": sets}
             mask = [0] * prompt + [1] * (n - prompt)
             sequence = -1 if ALGORITHMS[name].kind in ("preference", "reward") else len(made)
-            made.append(Sample(tokens, mask, {}, prompt, sequence, kept).with_columns(**columns))
+            made.append(Sample(tokens, mask, {}, prompt, sequence, extras).with_columns(**columns))
     if ALGORITHMS[name].kind in ("preference", "reward"):
         made = [s for s in made if len(s.tokens) <= SEQ_LEN // 2]
         made = made[: len(made) // 2 * 2]

@@ -15,7 +15,7 @@ from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.wire.kept_sets import size_of
+from titan_rl.ext.kept_sets.kept_sets import size_of
 from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Request, Sampling
 from titan_rl.wire.weight_plan import Shard, plan
@@ -58,13 +58,14 @@ def check_samplings(engine: Engine, model: Any) -> None:
     assert close(model, one["warm"], 0.7)
     assert one["greedy"].tokens == reference(model, CONTEXT, one["greedy"].tokens, 1.0).argmax(-1).tolist()
     rows = reference(model, CONTEXT, one["top"].tokens, 1.0)
-    for row, token, logprob, kept in zip(rows, one["top"].tokens, one["top"].logprobs, one["top"].kept, strict=True):
+    top = one["top"]
+    for row, token, logprob, kept in zip(rows, top.tokens, top.logprobs, top.extras["kept"], strict=True):
         probs, order = row.exp().sort(descending=True)
         count = int((probs.cumsum(0) - probs < 0.5).sum())
         assert abs(row[token].item() - probs[:count].sum().log().item() - logprob) < CLOSE
         assert size_of(kept) == count
         assert token in order[:count]
-    assert not any(one["plain"].kept)
+    assert not any(one["plain"].extras["kept"])
     expected = reference(model, [3], list(range(4, 43)), 1.0)
     for row, token, score in zip(expected, range(4, 43), one["scored"].context, strict=True):
         assert abs(row[token].item() - score.logprob) < CLOSE
@@ -166,7 +167,7 @@ def main(folder: str) -> None:
     model = tiny_llama(max_position_embeddings=1024)
     model.save_pretrained(folder)
     settings = EngineSettings(
-        model_dir=folder, max_model_len=1024, kv_cache_memory_mb=1, load_format="auto", records_kept=True, sleeps=True,
+        model_dir=folder, max_model_len=1024, kv_cache_memory_mb=1, load_format="auto", records=("kept",), sleeps=True,
         max_num_batched_tokens=1024,
     )  # fmt: skip
     engine = Engine(settings)

@@ -54,7 +54,7 @@ def chosen(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 def check(model: Any, context: list[int], completion: Completion) -> None:
-    tokens, routes = [*context, *completion.tokens], completion.routes
+    tokens, routes = [*context, *completion.tokens], completion.extras["routes"]
     assert routes is not None
     assert len(routes) == len(tokens) - 1, "the last token was not read"
     assert routes.cached == 0, "vLLM has kept the rows of cached tokens"
@@ -73,7 +73,7 @@ def check_update(engine: Engine, model: Any) -> None:
     overwrite(engine, model)
     engine.set_version(0)
     for completion in done:
-        routes, tokens, read = completion.routes, [*CONTEXT, *completion.tokens[:-1]], len(CONTEXT) + 3
+        routes, tokens, read = completion.extras["routes"], [*CONTEXT, *completion.tokens[:-1]], len(CONTEXT) + 3
         assert routes is not None
         assert len(routes) == len(tokens)
         found = np.sort(routes.ids, -1)
@@ -87,7 +87,7 @@ def main(folder: str) -> None:
     model = tiny_model("qwen3_moe", max_position_embeddings=1024, norm_topk_prob=True, **experts)
     model.save_pretrained(folder)
     settings = EngineSettings(
-        model_dir=folder, max_model_len=1024, kv_cache_memory_mb=1, load_format="auto", records_routes=True,
+        model_dir=folder, max_model_len=1024, kv_cache_memory_mb=1, load_format="auto", records=("routes",),
         max_num_batched_tokens=1024,
     )  # fmt: skip
     engine = Engine(settings)

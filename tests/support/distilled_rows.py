@@ -24,7 +24,7 @@ def distilled(folder: Path, case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
     from titan_rl.batch.packing import pack, unpack
-    from titan_rl.wire.top_tokens import without_teacher
+    from titan_rl.ext.teachers.top_tokens import without_teacher
 
     algorithm = AlgorithmSection(
         name="opd", advantage="teacher", normalize="none", clip="none", distill_top_k=TOP, distill_beta=0.3

@@ -27,7 +27,8 @@ def drawn(seed: int, layers: int, experts: int, k: int, unknown: float = 0.2) ->
 
 
 def with_routes(batch: Batch, routes: Routes) -> Batch:
-    return replace(batch, microbatches=[replace(rows, routes=_placed(rows, routes)) for rows in batch.microbatches])
+    rows = [replace(rows, extras={"routes": _placed(rows, routes)}) for rows in batch.microbatches]
+    return replace(batch, microbatches=rows)
 
 
 def _placed(rows: Rows, routes: Routes) -> np.ndarray:

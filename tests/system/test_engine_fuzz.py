@@ -19,7 +19,7 @@ import pytest
 from support.engine_runs import overwrite, reference, run_checks
 from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Done, Engine, EngineSettings
-from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.ext.kept_sets.kept_sets import KeptSets
 from titan_rl.wire.types import Completion, Request, Sampling
 
 STEPS = 400
@@ -59,8 +59,8 @@ def engine(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Engin
     folder: Path = tmp_path_factory.mktemp("model")
     models[0].save_pretrained(folder)
     room: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 24, "kv_cache_memory_mb": 1}
-    records_kept = bool(os.environ[RECORDS_KEPT])
-    return Engine(EngineSettings(model_dir=str(folder), load_format="auto", records_kept=records_kept, **room))
+    records = ("kept",) if os.environ[RECORDS_KEPT] else ()
+    return Engine(EngineSettings(model_dir=str(folder), load_format="auto", records=records, **room))
 
 
 class Fuzz:
@@ -152,7 +152,7 @@ class Fuzz:
         count = len(completion.tokens)
         stops = [i for i, token in enumerate(completion.tokens) if token in sampling.stop_token_ids]
         assert count == len(completion.logprobs) == len(completion.versions)
-        assert len(completion.kept) == (count if self.records_kept else 0)
+        assert len(completion.extras.get("kept", ())) == (count if self.records_kept else 0)
         if completion.finish == "stop":
             assert stops == [count - 1]
         else:
@@ -165,7 +165,7 @@ class Fuzz:
             version: reference(self._exact[self._weights[version]], request.tokens, completion.tokens, temperature)
             for version in set(completion.versions)
         }
-        counts, ids = KeptSets.of(completion.kept).ids() if self.records_kept else ((), np.array([]))
+        counts, ids = KeptSets.of(completion.extras["kept"]).ids() if self.records_kept else ((), np.array([]))
         begin = 0
         for i, (token, logprob, version) in enumerate(
             zip(completion.tokens, completion.logprobs, completion.versions, strict=True)

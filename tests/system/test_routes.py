@@ -18,7 +18,7 @@ from support.running import Runs
 from support.tiny import perturbed, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.ext.replay.kept_batches import KeptBatches
-from titan_rl.wire.routes import Routes, known
+from titan_rl.ext.routing_replay.routes import Routes, known, rows_of
 from titan_rl.wire.types import Branch, Completion, Request, Sampling, Turn
 
 CONTEXT = list(range(40))  # one full block of 32 tokens, and a part of one
@@ -30,7 +30,7 @@ ENGINE = """
 import json, sys
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Request, Sampling
-settings = {"max_model_len": 128, "kv_cache_memory_mb": 1, "load_format": "auto", "records_routes": True}
+settings = {"max_model_len": 128, "kv_cache_memory_mb": 1, "load_format": "auto", "records": ("routes",)}
 engine = Engine(EngineSettings(model_dir=sys.argv[1], dtype=sys.argv[2], **settings))
 engine.set_version(0)
 prompts = [[*range(3, 43), i, 5, 6] for i in range(3)]
@@ -38,8 +38,9 @@ engine.add([Request(str(i), prompt, list(range(6)), Sampling(24)) for i, prompt 
 found = []
 while engine.busy:
     found += engine.step()
+of = lambda completion: completion.extras["routes"]
 print("FOUND", json.dumps([
-    [prompts[int(done.id)], [[c.tokens, c.logprobs, c.routes.cached, c.routes.ids.tolist()] for c in done.completions]]
+    [prompts[int(done.id)], [[c.tokens, c.logprobs, of(c).cached, of(c).ids.tolist()] for c in done.completions]]
     for done in sorted(found, key=lambda done: done.id)
 ]))
 """
@@ -57,7 +58,7 @@ from titan_rl.batch.experience import samples_of
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.wire.model_shape import shape_of_folder
-from titan_rl.wire.routes import Routes
+from titan_rl.ext.routing_replay.routes import Routes
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 folder, dump, dtype = sys.argv[1:4]
 groups = []
@@ -65,7 +66,7 @@ for id, (prompt, completions) in enumerate(json.load(sys.stdin)):
     rollouts = []
     for tokens, logprobs, cached, ids in completions:
         routes = Routes(cached, np.array(ids, np.uint8))
-        turn = Turn(prompt, Completion(tokens, logprobs, [0] * len(tokens), "length", routes=routes))
+        turn = Turn(prompt, Completion(tokens, logprobs, [0] * len(tokens), "length", extras={"routes": routes}))
         rollouts.append(Rollout([Branch([turn])], "", 1.0))
     groups.append(Group(Prompt(id, "", prompt, ""), rollouts))
 config = c.Config(
@@ -82,12 +83,12 @@ def recorded(*arguments, **named):
 Router.forward = recorded
 answers = {"tokens": 0, "unknown": 0, "differ": 0, "shifted": 0, "of another": 0, "prefixes": 0}
 (batch,) = pack(samples_of(groups, config.algorithm), shards=1, seq_len=96, rows_per_microbatch=2, pad_id=0, share=True)
-unreplayed = [replace(rows, routes=None) for rows in batch.microbatches]  # else the trainer would choose the engine's
+unreplayed = [replace(rows, extras={}) for rows in batch.microbatches]  # else the trainer would choose the engine's
 trainer.scores(replace(batch, microbatches=unreplayed), 1.0)
 layers = len(chosen) // len(batch.microbatches)
 for number, rows in enumerate(batch.microbatches):
     own = np.sort(np.stack(chosen[number * layers : (number + 1) * layers], 2), -1)
-    given = np.sort(rows.routes, -1)
+    given = np.sort(rows.extras["routes"], -1)
     reads = np.zeros(rows.tokens.shape, bool)
     reads.reshape(-1)[rows.places[rows.sequences >= 0]] = True
     for begin, length, _, prefix in rows.segments:
@@ -151,11 +152,11 @@ def test_a_run_of_several_turns_carries_the_routes_of_every_token(runs: Runs, tm
             assert recorded >= turn["sampled"], "the token before, and all that were sampled but the last"
     assert len(steps.steps) == 4
     for sample in (sample for step in steps.steps for update in steps.read(step) for sample in update):
-        assert sample.routes is not None
-        assert sample.routes.shape == (len(sample.tokens), 2, 2)
-        there = known(sample.routes)
+        routes = sample.extras["routes"]
+        assert routes.shape == (len(sample.tokens), 2, 2)
+        there = known(routes)
         assert (there.sum(), there[-1]) == (len(sample.tokens) - 1, False)
-        assert sample.routes[:-1].max() < 8
+        assert routes[:-1].max() < 8
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def loaded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 64, "kv_cache_memory_mb": 1}
-    return Engine(EngineSettings(model_dir=str(folder), load_format="auto", records_routes=True, **room))
+    return Engine(EngineSettings(model_dir=str(folder), load_format="auto", records=("routes",), **room))
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def engine(loaded: Engine, model: Any) -> Iterator[Engine]:
     loaded.set_version(0)
     yield loaded
     withdraw_all(loaded)
-    assert not loaded._recorder._recorded, "no routes of ended samples are left"  # pyright: ignore
+    assert not loaded._recorders[0]._recorded, "no routes of ended samples are left"  # pyright: ignore
 
 
 def chosen(model: Any, tokens: list[int]) -> np.ndarray:
@@ -197,8 +198,7 @@ def chosen(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 def routes_of(completion: Completion) -> Routes:
-    assert completion.routes is not None
-    return completion.routes
+    return completion.extras["routes"]
 
 
 def assert_chosen(model: Any, context: list[int], completion: Completion, begin: int = 0) -> None:
@@ -290,7 +290,7 @@ def check_turns_join_to_the_routes_of_their_branch(engine: Engine, model: Any) -
         turns.append(Turn(context, completion, index=number))
         tokens = [*tokens, *completion.tokens]
     assert [routes_of(turn.completion).cached for turn in turns] == [0, 32, 64]
-    routes = Branch(turns).routes
+    routes = rows_of(Branch(turns))
     assert routes is not None
     assert np.array_equal(np.sort(routes[:-1], -1), chosen(model, tokens[:-1]))
     assert (routes[-1] == 255).all()
@@ -298,7 +298,7 @@ def check_turns_join_to_the_routes_of_their_branch(engine: Engine, model: Any) -
 
 @pytest.mark.parametrize("bug", ["lost", "twice", "shifted"])
 def check_a_wrong_number_of_rows_ends_the_engine(engine: Engine, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_rl.actors.vllm import routed_tokens
+    from titan_rl.ext.routing_replay.ranks import routed_tokens
 
     cut = routed_tokens.cut
 
@@ -318,5 +318,5 @@ def check_a_wrong_number_of_rows_ends_the_engine(engine: Engine, bug: str, monke
 
 
 def withdraw_all_without_routes(engine: Engine) -> None:
-    engine._recorder._recorded.clear()  # pyright: ignore
+    engine._recorders[0]._recorded.clear()  # pyright: ignore
     withdraw_all(engine)

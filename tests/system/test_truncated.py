@@ -10,7 +10,7 @@ import pytest
 from support.forked_programs import results_of
 from support.running import Runs
 from support.tiny import tiny_llama
-from titan_rl.wire.kept_sets import size_of
+from titan_rl.ext.kept_sets.kept_sets import size_of
 
 TRUNCATED: dict[str, Any] = {"rollout__top_p": 0.9, "rollout__top_k": 8, "rollout__min_p": 0.05}
 
@@ -18,7 +18,7 @@ ENGINE = """
 import json, sys
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Request, Sampling
-settings = {"max_model_len": 128, "kv_cache_memory_mb": 32, "load_format": "auto", "records_kept": True}
+settings = {"max_model_len": 128, "kv_cache_memory_mb": 32, "load_format": "auto", "records": ("kept",)}
 engine = Engine(EngineSettings(model_dir=sys.argv[1], **settings))
 engine.set_version(0)
 prompt = [1, 5, 6, 7]
@@ -41,7 +41,7 @@ while engine.busy:
 done = {done.id: done.completions for done in found}
 done["all"] = done.pop("rest")
 print("FOUND", json.dumps({
-    name: [[c.tokens, c.logprobs, [kept.hex() for kept in c.kept], kinds[name].temperature] for c in completions]
+    name: [[c.tokens, c.logprobs, [s.hex() for s in c.extras["kept"]], kinds[name].temperature] for c in completions]
     for name, completions in done.items()
 }))
 """
@@ -58,7 +58,7 @@ from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config import sections as c
-from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.ext.kept_sets.kept_sets import KeptSets
 from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Sample
 folder, dump = sys.argv[1:3]
@@ -77,7 +77,7 @@ for i, (tokens, logprobs, kept, _) in enumerate(sampled):
     n = len(tokens)
     columns = {"behaviour": [0.0] * 4 + logprobs, "advantage": [0.0] * 4 + [(-1.0) ** i + 0.1 * i] * n}
     sets = KeptSets.of([b""] * 4 + [bytes.fromhex(each) for each in kept])
-    samples.append(Sample([1, 5, 6, 7, *tokens], [0] * 4 + [1] * n, columns, 4, kept=sets))
+    samples.append(Sample([1, 5, 6, 7, *tokens], [0] * 4 + [1] * n, columns, 4, extras={"kept": sets}))
 (batch,) = pack(samples, shards=1, seq_len=96, rows_per_microbatch=2, pad_id=0, share=True)
 scored = unpack([batch], [trainer.scores(batch, temperature)[0]], samples)
 forward = max(float(np.abs(s[4:] - np.array(lp)).max()) for s, (_, lp, *_) in zip(scored, sampled))
@@ -96,7 +96,7 @@ total = sum(len(tokens) for tokens, *_ in sampled)
 loss = 0
 for sample, (tokens, logprobs, _, _) in zip(samples, sampled):
     logits = plain(torch.tensor([sample.tokens])).logits[0, 3:-1] / temperature
-    counts, ids = sample.kept.ids()
+    counts, ids = sample.extras["kept"].ids()
     for row, own in enumerate(np.split(ids, counts.cumsum()[:-1])[4:]):
         mask = torch.full((logits.shape[1],), not len(own))
         mask[own] = True

@@ -18,7 +18,7 @@ from titan_rl.batch.advantages import against_group, discounted, gae, kl_penalty
 from titan_rl.config.choices import GroupBaseline
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.routes import fill_cached
+from titan_rl.wire.side_columns import extras_of
 from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
@@ -53,20 +53,18 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
         mask *= np.repeat([not rollout.truncated for _, rollout, _ in owned], lengths)
     if algorithm.online_pairs and all(a is b for (_, a, _), (_, b, _) in zip(owned[::2], owned[1::2], strict=True)):
         mask[:] = 0  # no group has a pair
-    samples = [
+    spans, extras = zip((ends - lengths).tolist(), ends.tolist(), strict=True), extras_of([b for b, *_ in owned])
+    return [
         Sample(
             tokens[begin:end],
             mask[begin:end],
             {"behaviour": behaviour[begin:end]},
             len(branch.turns[0].context),
             sequence,
-            branch.kept,
-            branch.routes,
+            recorded,
         )
-        for begin, end, (branch, _, sequence) in zip((ends - lengths).tolist(), ends.tolist(), owned, strict=True)
+        for (begin, end), (branch, _, sequence), recorded in zip(spans, owned, extras, strict=True)
     ]
-    fill_cached([(np.asarray(s.tokens), s.routes) for s in samples if s.routes is not None])
-    return samples
 
 
 def with_advantages(

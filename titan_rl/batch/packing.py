@@ -19,19 +19,17 @@ each: prefixes.py. A row of 16 places, with three answers to the prompt p, and o
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
-from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.routes import joined, signed
-from titan_rl.wire.top_tokens import joined_entries
+from titan_rl.wire.side_columns import Places, packed_extras
 from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -140,16 +138,11 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
     if len(samples) % together:
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     sizes = [len(s.tokens) for s in samples]
-    for name in ("mask", "kept", "routes", *(samples[0].columns if samples else ())):
+    for name in ("mask", *(samples[0].columns if samples else ())):
         entries = [_entries(s, name) for s in samples]
         if entries != sizes:  # a short list would shift the training data of every later sample
             i, n, count = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
             raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {count}")
-    if any(s.top is not None for s in samples):
-        for i, s in enumerate(samples):
-            n, found = int((np.asarray(s.mask) > 0).sum()), 0 if s.top is None else len(s.top)
-            if n != found:
-                raise ValueError(f"sample {i}: expected {n} rows of top tokens, one per trained token, found {found}")
     units = places.reshape(-1, together).sum(1)
     if (units > seq_len).any():
         first = int(np.argmax(units > seq_len))
@@ -161,11 +154,7 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
         )
 
 
-def _entries(sample: Sample, name: Literal["mask", "kept", "routes"] | Column) -> int:
-    if name == "kept":
-        return len(sample.kept or sample.tokens)
-    if name == "routes":
-        return len(sample.tokens if sample.routes is None else sample.routes)
+def _entries(sample: Sample, name: Literal["mask"] | Column) -> int:
     return len(sample.mask if name == "mask" else sample.columns[name])
 
 
@@ -262,10 +251,8 @@ class _Block:
     owner: np.ndarray  # the target's sample; -1 is padding
     columns: dict[Column, np.ndarray]
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
-    kept: KeptSets | None  # for the tokens of all samples, and one for padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
-    routes: np.ndarray | None  # for the tokens of all samples, and a row for padding
-    top: tuple[np.ndarray, np.ndarray] | None  # a row per token under a mask; each token's row, for all samples' tokens
+    extras: dict[str, Callable[[Places], Any]]  # side columns of a microbatch
 
 
 def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
@@ -312,7 +299,6 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
     place = ranges((offset[targets.segment] + targets.offset)[order], run)
-    top = joined_entries([s.top for s in samples])
     return _Block(
         tokens=tokens[reads],
         positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
@@ -323,17 +309,9 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
         owner=block(target_goes, width, np.repeat(targets.sample[order], run), -1),
         columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         source=source,
-        kept=_kept(samples),
         reads=reads,
-        routes=joined([(len(s.tokens), s.routes) for s in samples]),
-        top=None if top is None else (top, (flat((s.mask for s in samples), np.float32) > 0).cumsum() - 1),
+        extras=packed_extras(samples),
     )
-
-
-def _kept(samples: Sequence[Sample]) -> KeptSets | None:
-    if all(s.kept is None for s in samples):
-        return None
-    return KeptSets.joined([*(s.kept or KeptSets.whole(len(s.tokens)) for s in samples), KeptSets.whole(1)])
 
 
 def _written(layout: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -378,6 +356,7 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
     length = block.tokens.shape[1]
     begins = index[segments[:, 0]] * length
     segments = np.stack([begins + segments[:, 1], segments[:, 2], begins + segments[:, 3], segments[:, 4]], 1)
+    places = Places(block.reads[numbers], block.source[numbers], block.mask[numbers] > 0)
     return Rows(
         tokens=block.tokens[numbers],
         positions=block.positions[numbers],
@@ -389,7 +368,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         samples=samples,
         columns={name: column[numbers] for name, column in block.columns.items()},
         segments=segments[np.argsort(segments[:, 0])],
-        kept=block.kept and block.kept.take(np.where(block.mask[numbers] > 0, block.source[numbers], -1).ravel()),
-        routes=None if block.routes is None else signed(block.routes[block.reads[numbers]]),
-        top=block.top and block.top[0][block.top[1][block.source[numbers][block.mask[numbers] > 0]]],
+        extras={name: value_at(places) for name, value_at in block.extras.items()},
     )

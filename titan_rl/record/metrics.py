@@ -6,8 +6,8 @@ from statistics import fmean
 
 import numpy as np
 
-from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.reports import Backlog, EngineStats, StepStats, SyncStats
+from titan_rl.wire.side_columns import metrics_of_extras
 from titan_rl.wire.types import Group, Rollout, uniform
 
 NOTHING = Backlog(0, 0)
@@ -52,7 +52,7 @@ def step_metrics(
         **_rollout_metrics(groups),
         **_turn_metrics([rollout for group in groups for rollout in group.rollouts]),
         **_part_metrics([rollout for group in groups for rollout in group.rollouts]),
-        **_kept_metrics([rollout for group in groups for rollout in group.rollouts]),
+        **metrics_of_extras([rollout for group in groups for rollout in group.rollouts]),
         **_update_metrics(stats),
         **stats.metrics,
         **stats.hardware,
@@ -160,15 +160,6 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         {"rollouts/failed": float(sum(not r.valid for r in rollouts))} if any(r.unrewarded for r in rollouts) else {}
     )
     return failed | {name: fmean(values) for name, values in named.items()}
-
-
-def _kept_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the sizes of the kept sets, if sampling was truncated."""
-    sizes = np.array([size_of(kept) for rollout in rollouts for kept in rollout.completion.kept])
-    if not sizes.size:
-        return {}
-    cut = sizes[sizes > 0]
-    return {"kept/mean": float(cut.mean()) if cut.size else 0.0, "kept/whole": float((sizes == 0).mean())}
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:

@@ -32,8 +32,8 @@ from titan_rl.record.evaluation import ANSWERS, Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.record.sample_rows import COLUMNS, has_samples, overview, sample_rows
 from titan_rl.record.sinks import Sink, State
-from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.program import command_of
+from titan_rl.wire.side_columns import logged_extras
 from titan_rl.wire.types import Group, Rollout
 
 TENSORBOARD = "tb"
@@ -253,16 +253,10 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                     joined([branch.logprobs for branch in rollout.branches]), np.float32
                 ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
-                **({"kept": [size_of(each) for each in kept]} if (kept := rollout.completion.kept) else {}),
-                **({"routes": recorded} if (recorded := recorded_routes(rollout)) else {}),
+                **logged_extras(rollout),
                 **({} if rollout.plain else turn_fields(rollout)),
                 **verdict_fields(rollout),
             }
-
-
-def recorded_routes(rollout: Rollout) -> list[int]:
-    """Return for how many tokens of each turn the engine recorded experts: for all that it read but the cached ones."""
-    return [len(routes.ids) for turn in rollout.turns if (routes := turn.completion.routes) is not None]
 
 
 def verdict_fields(rollout: Rollout) -> dict[str, Any]:

@@ -273,8 +273,7 @@ async def _generators(
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
-        records_kept=config.rollout.truncates and not loaded,
-        records_routes=config.algorithm.routing_replay and not loaded,
+        records=() if loaded else _recorded(config),
         adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies))),
     )
     tp = g.tensor_parallel_degree
@@ -299,6 +298,12 @@ async def _generators(
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh
+
+
+def _recorded(config: Config) -> tuple[str, ...]:
+    """Return the names of the side columns that the engines record."""
+    wanted = {"kept": config.rollout.truncates, "routes": config.algorithm.routing_replay}
+    return tuple(name for name, on in wanted.items() if on)
 
 
 def _share_gpus(setup: Setup) -> bool:

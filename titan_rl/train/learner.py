@@ -10,12 +10,11 @@ import errno
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
-from titan_rl.tasks.privileged import aligned
 from titan_rl.tasks.prompts import with_answer
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
@@ -34,14 +32,29 @@ from titan_rl.wire.checkpoint_sums import export_damage
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import StepStats
+from titan_rl.wire.side_columns import for_other_weights
 from titan_rl.wire.snapshot import Snapshot
-from titan_rl.wire.top_tokens import of_trained, without_teacher
-from titan_rl.wire.types import Batch, PhaseName, Sample
+from titan_rl.wire.types import Batch, Group, PhaseName, Prompt, Sample
 
 ERROR_CHARACTERS = 300
 FrozenRole = Literal["reference", "teacher", "average", ""]
 TEACHERS: dict[str, FrozenRole] = {"folder": "teacher", "reference": "reference", "average": "average", "policy": ""}
 """algorithm.teacher_weights -> the name under which trainers know these weights; "" are their own."""
+
+
+TeacherScores = Callable[[Sequence[Sample], int], Awaitable[list[np.ndarray]]]
+"""Returns the log-probs of the teacher's weights; with a number of top tokens entries, each before those."""
+
+
+class Distills(Protocol):
+    """A teacher: its column and side columns of samples, more samples for a cold start, and the step's metrics."""
+
+    async def answers(
+        self, samples: Sequence[Sample], groups: Sequence[Group], scores: TeacherScores
+    ) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]: ...
+
+    def supervised(self, made: Sequence[tuple[Prompt, Sample]]) -> list[Sample]: ...
+    def take_metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +106,17 @@ class Learner:
         self._samples: list[Sample] = []  # accumulated for the step's update
         self._tokens = self._sequences = 0  # accumulated for the step's update
         self._done = 0  # steps of the phase
-        self._distilled = Counter[str]()  # in the step so far: answers, tokens and log-probs that the teacher scored
+        self.teacher: Distills | None = None
+        if run.config.algorithm.needs_teacher:
+            self.teacher = needed_part("teacher", "algorithm.advantage")(run.config, run.setup.tokenizer)
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
         """Bring the trainers to where a phase resumes. Return that step, and the controller's state saved with it."""
         step, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
         self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
-        self._distilled.clear()
+        if self.teacher is not None:
+            self.teacher.take_metrics()  # of that step
         self._snapshots.forget(but=snapshot)
         start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
         self._done = start
@@ -125,14 +141,14 @@ class Learner:
                 await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
             await meshes.critic.begin_phase("rl", self._from or step)
 
-    async def judge(self, samples: Sequence[Sample], privileged: Sequence[Sample | None] = ()) -> list[Sample]:
-        """Return the samples with a column from each role that the algorithm needs. All roles compute at once.
-        `privileged`: what the teacher reads in each sample's place, if it is something else (tasks/privileged.py)."""
+    async def judge(self, samples: Sequence[Sample], groups: Sequence[Group] = ()) -> list[Sample]:
+        """Return the samples, of these groups, with a column from each role that the algorithm needs. All roles compute
+        at once."""
         algorithm, scores = self._config.algorithm, {}
         if algorithm.compares_with_reference:
             scores["reference"] = self.scores(samples, *self._mesh_of_role("reference"))
-        if algorithm.needs_teacher:
-            scores["teacher"] = self._teacher_scores(samples, privileged)
+        if self.teacher is not None:
+            scores["teacher"] = self.teacher.answers(samples, groups, self._teacher_scores)
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             scores["proximal"] = self.scores(samples)
         if algorithm.kind == "rl" and algorithm.advantage == "optimal_token":
@@ -145,37 +161,14 @@ class Learner:
             return list(samples)
         with self._clock("judge"):
             columns = dict(zip(scores, await asyncio.gather(*scores.values()), strict=True))
-        if algorithm.needs_teacher and algorithm.distill_top_k:
-            found = columns["teacher"]
-            columns["teacher"] = [of_trained(e[:, 0], s.mask) for e, s in zip(found, samples, strict=True)]
-            samples = [replace(s, top=e[:, 1:]) for e, s in zip(found, samples, strict=True)]
-            for top in (e[e["id"][:, -1] >= 0, 1:]["logprob"] for e in found):
-                self._distilled.update(known=len(top), mass=np.exp(top, dtype=np.float64).sum())
+        if self.teacher is not None:
+            columns["teacher"], extras = columns["teacher"]
+            samples = [replace(s, extras={**s.extras, **more}) for s, more in zip(samples, extras, strict=True)]
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
-    async def _teacher_scores(
-        self, samples: Sequence[Sample], privileged: Sequence[Sample | None]
-    ) -> Sequence[np.ndarray]:
-        """Return the teacher's log-probs of the samples' tokens; with distill_top_k as entries, each before the top
-        tokens. A sample without a privileged one has its sampling log-probs: the teacher's signal is their difference,
-        which is 0 there. Its top tokens are unknown."""
-        algorithm, sums = self._config.algorithm, self._distilled
-        teacher, top = self._mesh_of_role(TEACHERS[algorithm.teacher_weights]), algorithm.distill_top_k
-        if not algorithm.teacher_context:
-            return await self.scores(samples, *teacher, top=top)
-        longest = self._config.training.seq_len + 1
-        read = {i: other for i, other in enumerate(privileged) if other is not None and len(other.tokens) <= longest}
-        scored = await self.scores(list(read.values()), *teacher, top=top) if read else []
-        columns = [np.asarray(sample.columns["behaviour"], np.float64) for sample in samples]
-        masks = [np.asarray(sample.mask) > 0 for sample in samples]
-        found = [without_teacher(c[on], top) for c, on in zip(columns, masks, strict=True)] if top else columns
-        for (i, other), scores in zip(read.items(), scored, strict=True):
-            teacher = of_trained(scores[:, 0], masks[i]) if top else aligned(scores, samples[i], other)
-            sums.update(tokens=masks[i].sum(), gain=(teacher - columns[i])[masks[i]].sum())
-            found[i] = scores if top else teacher
-        too_long = sum(other is not None for other in privileged) - len(read)
-        sums.update(answers=len(samples), covered=len(read), too_long=too_long)
-        return found
+    async def _teacher_scores(self, samples: Sequence[Sample], top: int) -> list[np.ndarray]:
+        teacher = self._mesh_of_role(TEACHERS[self._config.algorithm.teacher_weights])
+        return await self.scores(samples, *teacher, top=top)
 
     async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
         """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
@@ -212,12 +205,8 @@ class Learner:
     async def update(self) -> StepStats:
         """Make the step's updates from the accumulated samples."""
         stats = await self._updated()
-        if (d := self._distilled)["answers"]:
-            shares = {f"distill/{name}": d[name] / d["answers"] for name in ("covered", "too_long")}
-            stats.metrics.update(shares | {"distill/gain": d["gain"] / max(d["tokens"], 1)})
-        if d["known"]:
-            stats.metrics["distill/teacher_mass"] = d["mass"] / d["known"]
-        d.clear()
+        if self.teacher is not None:
+            stats.metrics.update(self.teacher.take_metrics())
         return stats
 
     async def _updated(self) -> StepStats:
@@ -327,10 +316,10 @@ class Learner:
     def batches(
         self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True, replay: bool = True
     ) -> list[Batch]:
-        """Return samples packed for a mesh. Only the policy can `replay` the engine's routes: other weights take their
-        own."""
+        """Return samples packed for a mesh. Only the policy can `replay` what the engine did: other weights do it their
+        own way."""
         batches = self.packer.update(samples, mesh.dp, whole=whole)
-        return batches if replay and mesh is self._meshes.trainers else [batch.without_routes() for batch in batches]
+        return batches if replay and mesh is self._meshes.trainers else [for_other_weights(batch) for batch in batches]
 
     async def scores(
         self,

@@ -15,8 +15,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.routes import Routes, unknown_rows
 from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
@@ -112,9 +110,8 @@ class Completion:
     versions: list[int]  # policy version that sampled the token
     finish: Finish
     replica: str = ""  # set if a log-prob is not finite
-    kept: list[bytes] = field(default_factory=list)  # each token's kept set (kept_sets.py); empty: not recorded
     context: list[ContextScore] = field(default_factory=list)  # the second to last context token, if requested
-    routes: Routes | None = None  # experts of each token of context and sample but the last; None: not recorded
+    extras: dict[str, Any] = field(default_factory=dict)  # side columns that were recorded (side_columns.py), by name
 
     @property
     def finite(self) -> bool:
@@ -188,32 +185,6 @@ class Branch:
         return list(chain.from_iterable(parts))
 
     @property
-    def kept(self) -> KeptSets | None:
-        """Kept sets, the whole vocabulary where the mask is 0. None if none were recorded."""
-        if not any(turn.completion.kept for turn in self.turns):
-            return None
-        parts = ([b""] * len(turn.context) + turn.completion.kept for turn in self.turns)
-        return KeptSets.of(list(chain.from_iterable(parts)))
-
-    @property
-    def routes(self) -> np.ndarray | None:
-        """Experts, [N, layers, K], unknown for the last token. None if none were recorded. A token has the experts of
-        the turn that sampled it, or that first read it.
-
-        Raise ValueError if a turn does not have a row for each token that its engine read."""
-        if not any(turn.completion.routes for turn in self.turns):
-            return None
-        parts, length = list[np.ndarray](), 0
-        for turn in self.turns:
-            before, length = length, length + len(turn.context) + len(turn.completion.tokens)
-            routes = turn.completion.routes
-            if routes is None or len(routes) != length - 1:
-                found = len(routes) if routes else "none"
-                raise ValueError(f"turn {turn.index}: expected the experts of {length - 1} tokens, found {found}")
-            parts.append(routes.rows(max(before - 1, 0)))
-        return np.concatenate([*parts, unknown_rows(1, parts[0])])
-
-    @property
     def versions(self) -> list[int | None]:
         """Policy versions, None where the mask is 0."""
         parts = ([None] * len(turn.context) + turn.completion.versions for turn in self.turns)
@@ -255,13 +226,13 @@ class Rollout:
 
     @property
     def completion(self) -> Completion:
-        """All sampled tokens, branch by branch, as if one request had sampled them."""
+        """All sampled tokens, branch by branch, as if one request had sampled them. Several have no side columns."""
         parts = [turn.completion for branch in self.branches for turn in branch.turns]
         if len(parts) == 1:
             return parts[0]
-        names = ("tokens", "logprobs", "versions", "kept")
-        tokens, logprobs, versions, kept = (list(chain.from_iterable(getattr(p, n) for p in parts)) for n in names)
-        return Completion(tokens, logprobs, versions, parts[-1].finish if parts else "abort", kept=kept)
+        names = ("tokens", "logprobs", "versions")
+        tokens, logprobs, versions = (list(chain.from_iterable(getattr(p, n) for p in parts)) for n in names)
+        return Completion(tokens, logprobs, versions, parts[-1].finish if parts else "abort")
 
     @property
     def versions(self) -> list[int]:
@@ -321,13 +292,11 @@ class Sample:
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
     prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
-    kept: KeptSets | None = None  # one set per token, if sampling was truncated
-    routes: np.ndarray | None = None  # [N, layers, K] experts, unknown for the last token; None: the trainer's own
-    top: np.ndarray | None = None  # [M, k] entries of the teacher's top tokens, a row for each token under the mask
+    extras: Mapping[str, Any] = field(default_factory=dict)  # side columns (side_columns.py), by name
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
-        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept, self.routes, self.top)
+        return replace(self, columns=every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +315,7 @@ class Rows:
     columns: dict[Column, np.ndarray]  # [B, T] float32 each, of targets[i]
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
-    kept: KeptSets | None = None  # [B * T]: log-probs of targets[i] are of these tokens only
-    routes: np.ndarray | None = None  # [B, L, layers, K] int16: experts that tokens[i] is sent to; -1: the router's own
-    top: np.ndarray | None = None  # [N, k] entries of the teacher's top tokens, for each target under the mask
+    extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +328,15 @@ class Batch:
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if samples shared none
 
-    def without_routes(self) -> "Batch":
-        return replace(self, microbatches=[replace(rows, routes=None) for rows in self.microbatches])
+
+ENTRY = np.dtype([("id", "<i4"), ("logprob", "<f4")])
+"""A token and its log-prob: what a model answers about its most likely tokens."""
+
+
+def entries(ids: np.ndarray, logprobs: np.ndarray | np.float32) -> np.ndarray:
+    found = np.empty(ids.shape, ENTRY)
+    found["id"], found["logprob"] = ids, logprobs
+    return found
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

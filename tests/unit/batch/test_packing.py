@@ -12,7 +12,6 @@ from support.packed_rows import (
     PAD,
     expected,
     fill,
-    groups_of,
     microbatches,
     pairs_up_to,
     places,
@@ -24,9 +23,7 @@ from support.packed_rows import (
     weights_of,
 )
 from titan_rl.batch.packing import ALIGN, Aggregation, UpTo, Weighting, pack, unpack
-from titan_rl.wire.kept_sets import KeptSets, packed
-from titan_rl.wire.top_tokens import ENTRY, entries
-from titan_rl.wire.types import Rows, Sample
+from titan_rl.wire.types import Sample
 
 
 @given(shapes())
@@ -331,155 +328,10 @@ def test_a_rollout_of_several_branches_has_the_weight_of_one_sequence(
         assert weights_of(alone, cut) == pytest.approx(weights_of(packed, cut))
 
 
-VOCABULARY = 200
-
-
-def truncated(sample: Sample, rng: np.random.Generator) -> Sample:
-    """Give each trained token a set that has it, of any size, and each third one the whole vocabulary."""
-    sets = [b""] * len(sample.tokens)
-    for i in np.flatnonzero(np.asarray(sample.mask)):
-        kept = rng.random(VOCABULARY) < rng.choice([0.01, 0.5])
-        kept[sample.tokens[i]] = True
-        sets[i] = b"" if rng.random() < 0.3 else packed(kept)
-    return replace(sample, kept=KeptSets.of(sets))
-
-
-def by_place(rows: Rows) -> list[list[int]]:
-    assert rows.kept is not None
-    counts, ids = rows.kept.ids()
-    assert len(counts) == rows.targets.size
-    return [part.tolist() for part in np.split(ids, counts.cumsum()[:-1])]
-
-
-@given(st.integers(0, 2**32), groups_of(10, 14), st.integers(1, 3), st.booleans())
-def test_each_set_is_its_targets(seed: int, samples: list[Sample], shards: int, share: bool) -> None:
-    rng = np.random.default_rng(seed)
-    samples = [truncated(s, rng) for s in samples] or [truncated(random_sample(rng, 9), rng)]
-    samples[1:2] = [replace(sample, kept=None) for sample in samples[1:2]]  # it counts as whole
-    batches = pack(samples, shards=shards, seq_len=64, rows_per_microbatch=UpTo(2), pad_id=PAD, share=share)
-    found = 0
-    for rows in microbatches(batches):
-        owner, mask = rows.sequences.ravel(), rows.mask.ravel()
-        positions = rows.positions.ravel()[rows.places.ravel()]
-        for i, ids in enumerate(by_place(rows)):
-            if owner[i] < 0 or not mask[i]:
-                assert ids == []
-                continue
-            sample = samples[rows.samples[owner[i]]]
-            want = sample.kept.take(np.array([positions[i] + 1])).ids()[1].tolist() if sample.kept else []
-            assert ids == want
-            found += 1
-    assert found == sum(int(np.asarray(s.mask[1:]).sum()) for s in samples)
-
-
-def test_samples_without_sets_pack_as_they_did() -> None:
+def test_samples_without_side_columns_pack_to_rows_without() -> None:
     rng = np.random.default_rng(0)
     rows = microbatches(pack([random_sample(rng, 9)], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=PAD))
-    assert rows[0].kept is None
-
-
-def test_a_set_too_few_is_refused() -> None:
-    sample = Sample([1, 2, 3], [0, 1, 1], {}, kept=KeptSets.of([b"", b""]))
-    with pytest.raises(ValueError, match="sample 0: expected 3 entries of kept, one per token, found 2"):
-        pack([sample], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=PAD)
-
-
-def routed(sample: Sample, rng: np.random.Generator) -> Sample:
-    """Return the sample with random routes: unknown for the last token, and for cached ones."""
-    routes = rng.integers(0, 9, (len(sample.tokens), 3, 2)).astype(np.uint8)
-    routes[-1:] = routes[: rng.integers(4)] = 255
-    return replace(sample, routes=routes)
-
-
-@given(shapes(), st.integers(0, 2**32))
-def test_each_place_has_the_routes_of_the_token_that_it_reads(
-    case: tuple[int, int, int, list[Sample]], seed: int
-) -> None:
-    shards, seq_len, rows_per_microbatch, samples = case
-    rng = np.random.default_rng(seed)
-    samples = [routed(sample, rng) for sample in samples]
-    samples[1:2] = [replace(sample, routes=None) for sample in samples[1:2]]
-    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows_per_microbatch, pad_id=PAD)
-    for batch in batches:
-        for rows in batch.microbatches:
-            if all(sample.routes is None for sample in samples):
-                assert rows.routes is None
-                continue
-            assert rows.routes is not None
-            assert (rows.routes.dtype, rows.routes.shape) == (np.int16, (*rows.tokens.shape, 3, 2))
-            filled = rows.sequences >= 0
-            assert (
-                rows.routes.reshape(-1, 3, 2)[np.setdiff1d(np.arange(rows.tokens.size), rows.places[filled])] == -1
-            ).all()
-            for place, sequence in zip(rows.places[filled], rows.sequences[filled], strict=True):
-                own = samples[rows.samples[sequence]].routes
-                row = -1 if own is None else own[rows.positions.reshape(-1)[place]].astype(int)
-                row = np.where(row == 255, -1, row)
-                assert (rows.routes.reshape(-1, 3, 2)[place] == row).all()
-
-
-def test_a_shared_prompt_has_the_routes_of_one_sample() -> None:
-    rng, prompt = np.random.default_rng(0), list(range(5, 45))
-    samples = [replace(routed(Sample([*prompt, 3 + i, 4], [0] * 40 + [1] * 2), rng), prompt=40) for i in range(4)]
-    (batch,) = pack(samples, shards=1, seq_len=128, rows_per_microbatch=UpTo(2), pad_id=PAD, share=True)
-    (rows,) = batch.microbatches
-    assert rows.routes is not None
-    assert (rows.segments[:, 3] > 0).any()
-    flat = rows.routes.reshape(-1, 3, 2)
-    tokens = rows.tokens.reshape(-1)
-    for begin, length, *_ in rows.segments[rows.segments[:, 3] > 0]:
-        (sample,) = (s for s in samples if list(s.tokens[40:-1]) == tokens[begin : begin + length].tolist())
-        assert sample.routes is not None
-        assert np.array_equal(flat[begin : begin + length], sample.routes[40:-1])
-    shared = int(rows.segments[rows.segments[:, 3] > 0][0, 2])
-    whole = [np.where(s.routes[:40] == 255, -1, s.routes[:40].astype(int)) for s in samples if s.routes is not None]
-    assert any(np.array_equal(flat[shared : shared + 40], each) for each in whole)
-
-
-def test_a_wrong_number_of_routes_is_refused() -> None:
-    sample = Sample([1, 2, 3], [0, 1, 1], {}, routes=np.zeros((2, 3, 2), np.uint8))
-    with pytest.raises(ValueError, match="sample 0: expected 3 entries of routes, one per token, found 2"):
-        pack([sample], shards=1, seq_len=8, rows_per_microbatch=1, pad_id=PAD)
-
-
-def topped(sample: Sample, rng: np.random.Generator) -> Sample:
-    """Return the sample with random top tokens."""
-    shape = int((np.asarray(sample.mask) > 0).sum()), 3
-    return replace(sample, top=entries(rng.integers(0, 99, shape), rng.random(shape)))
-
-
-@given(shapes(), st.integers(0, 2**32))
-def test_each_trained_target_has_its_top_tokens_and_they_come_back(
-    case: tuple[int, int, int, list[Sample]], seed: int
-) -> None:
-    shards, seq_len, rows_per_microbatch, samples = case
-    rng = np.random.default_rng(seed)
-    samples = [
-        replace(s, mask=[0] * min(len(s.tokens), 1) + [*s.mask[1:]]) for s in samples
-    ]  # a first one is no target
-    samples = [topped(sample, rng) for sample in samples]
-    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows_per_microbatch, pad_id=PAD)
-    if not samples:
-        return
-    for rows in (rows for batch in batches for rows in batch.microbatches):
-        assert rows.top is not None
-        owner, place = rows.samples[rows.sequences[rows.mask > 0]], rows.places[rows.mask > 0]
-        for i, read, top in zip(owner, rows.positions.reshape(-1)[place], rows.top, strict=True):
-            own = samples[i].top
-            assert own is not None
-            assert np.array_equal(own[int((np.asarray(samples[i].mask)[: read + 1] > 0).sum())], top)
-    answers = [[rows.top for rows in batch.microbatches if rows.top is not None] for batch in batches]
-    back = unpack(batches, answers, samples, trained=True)
-    assert all(s.top is not None and np.array_equal(own, s.top) for own, s in zip(back, samples, strict=True))
-
-
-@pytest.mark.parametrize("top", [None, np.zeros((1, 3), ENTRY)])
-def test_a_wrong_number_of_top_tokens_is_refused(top: np.ndarray | None) -> None:
-    samples = [Sample([1, 2, 3], [0, 1, 1], {}, top=rows) for rows in (np.zeros((2, 3), ENTRY), top)]
-    found = 0 if top is None else 1
-    match = f"sample 1: expected 2 rows of top tokens, one per trained token, found {found}"
-    with pytest.raises(ValueError, match=match):
-        pack(samples, shards=1, seq_len=8, rows_per_microbatch=1, pad_id=PAD)
+    assert rows[0].extras == {}
 
 
 def test_the_row_that_the_module_draws() -> None:

@@ -40,6 +40,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "kept batches": {"record": {"batches": 3}},
     "links of trainers": {"weight_sync": {"transport": "rdma"}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
+    "column kept": {"rollout": {"top_p": 0.9}},
+    "column routes": {"algorithm": {"routing_replay": True}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
     "quantized rows": {"generator": {"quantization": "int8"}},
     "reward processes": {"task": {"reward": "a_module:score"}},
@@ -48,6 +50,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "fault.snapshot_gbps": {"fault": {"snapshot_gbps": 1.0}},
     "several hosts": {"hosts": {"kind": "processes", "count": 2}},
     "adapters of trainers": {"lora": {"rank": 8}},
+    "teacher": {"algorithm": {"advantage": "teacher", "teacher_weights": "reference", "teacher_context": ["answer"]}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
 }
 """Keys that need each part."""

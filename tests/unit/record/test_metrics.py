@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +18,6 @@ from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import fit_metrics, step_metrics, step_times
-from titan_rl.wire.kept_sets import packed
 from titan_rl.wire.reports import StepStats, SyncStats
 from titan_rl.wire.types import Batch, Branch, Completion, Finish, Group, Prompt, Rollout, Turn
 
@@ -88,15 +86,6 @@ def test_only_occasional_keys_are_missing_from_a_plain_step() -> None:
     assert OCCASIONAL[0] == EVAL_SCORE
     assert {f"kl/{estimator}" for estimator in get_args(Estimator)} <= set(OCCASIONAL)
     assert names["value"] | names["preference"] | names["reward"] <= set(OCCASIONAL) | {"entropy"}
-
-
-def test_kept_sets_are_counted_where_sampling_was_truncated() -> None:
-    kept = [packed(np.arange(99) < 3), packed(np.arange(99) < 50), b"", b""]
-    cut = Completion([1] * 4, [-0.5] * 4, [2] * 4, "stop", kept=kept)
-    group = Group(PROMPT, [Rollout([Branch([Turn(PROMPT.tokens, cut)])], "", 1.0)])
-    logged = step_metrics(3, [group], STATS, SYNC, TIMES)
-    assert (logged["kept/mean"], logged["kept/whole"]) == (26.5, 0.5)
-    assert {"kept/mean", "kept/whole"} <= set(OCCASIONAL)
 
 
 def test_docs_are_sentences_of_one_line() -> None:

@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.counting_meshes import Mesh, learner_of
 from titan_rl.batch.packing import UpTo
-from titan_rl.config.auto import on_device, resolved
+from titan_rl.config.auto import on_device
 from titan_rl.config.presets import preset
 from titan_rl.config.sections import (
     AlgorithmSection,
@@ -26,79 +26,14 @@ from titan_rl.config.sections import (
 )
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
-from titan_rl.tasks.privileged import exchanged
-from titan_rl.train.learner import Learner
 from titan_rl.wire.checkpoint_sums import sum_files
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
-from titan_rl.wire.reports import StepStats
-from titan_rl.wire.spans import Clock
-from titan_rl.wire.top_tokens import entries
 from titan_rl.wire.types import Batch, Rows, Sample
-
-
-def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = None) -> tuple[Learner, list[str]]:
-    """Return a learner, and its notes."""
-    notes: list[str] = []
-    run: Any = SimpleNamespace(
-        config=config,
-        setup=SimpleNamespace(
-            config=config,
-            resolved=resolved(config, "cpu"),
-            folder=folder,
-            tokenizer=SimpleNamespace(pad=0),
-            checkpoint_bytes=0,
-        ),
-        meshes=SimpleNamespace(
-            trainers=trainers,
-            critic=critic,
-            reward_model=None,
-            reference=None,
-            teacher=None,
-        ),
-        clock=Clock(),
-        snapshots=SimpleNamespace(forget=lambda but: None),
-        incidents=SimpleNamespace(note=notes.append),
-    )
-    return Learner(run), notes
-
 
 PPO = preset("ppo")
 FULL = RankFailed(
     "trainer[dp=0 tp=0] failed in save: OSError", "OSError: No space left", rank="trainer", kind="OSError"
 )
-
-
-class Mesh:
-    """Ranks that train nothing. `broken` is what their next verbs raise."""
-
-    dp = 1
-
-    def __init__(self, folder: Path, name: str = "trainer") -> None:
-        self.folder, self.name = folder, name
-        self.broken: Exception | None = None
-        self.updates: list[tuple[int, int]] = []
-        self.waited: list[bool] = []  # by save, until it was on disk
-
-    def _check(self) -> None:
-        if self.broken is not None:
-            raise self.broken
-
-    async def begin_phase(self, phase: str, at: Any) -> tuple[int, str]:
-        return at, "{}"
-
-    async def accumulate(self, part: list[Batch]) -> None:
-        self._check()
-
-    async def update(self, whole: Batch, divisor: float) -> str:
-        self.updates.append((whole.tokens, int(divisor)))
-        return "stats"
-
-    async def save(self, step: int, controller: str = "", *, on_disk: bool = False) -> None:
-        self.waited.append(on_disk)
-        folder = self.folder / f"step-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._check()
-        (folder / ".metadata").write_text("whole")
 
 
 class Scoring(Mesh):
@@ -221,36 +156,6 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     learns.packer = replace(learns.packer, rows=given or UpTo(32))
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
-
-
-async def test_only_the_policys_own_weights_replay_routes(tmp_path: Path) -> None:
-    """Not the critic, and not the weights that the trainers' ranks hold for the reference."""
-    trainers, critic, scored = Mesh(tmp_path), Mesh(tmp_path, "critic"), list[tuple[str, bool]]()
-
-    def noted(mesh: Mesh) -> Callable[..., Any]:
-        async def scores(
-            batches: list[Batch], temperature: float, frozen_role: str, top: int
-        ) -> tuple[list[Any], list[int]]:
-            rows = [rows for batch in batches for rows in batch.microbatches]
-            scored.append((frozen_role or mesh.name, all(r.routes is not None for r in rows)))
-            return [[r.mask for r in batch.microbatches] for batch in batches], [0]
-
-        return scores
-
-    trainers.scores, critic.scores = noted(trainers), noted(critic)  # type: ignore[attr-defined]
-    config = on_device(Config(training=TrainingSection(seq_len=64, local_batch_size=1)), "cpu")
-    learns, _ = learner_of(tmp_path, config, trainers, critic=critic)
-    pack = learns.packer.update
-
-    def with_routes(*arguments: Any, **named: Any) -> list[Batch]:
-        (batch,) = pack(*arguments, **named)
-        (rows,) = batch.microbatches
-        return [replace(batch, microbatches=[replace(rows, routes=np.zeros((*rows.tokens.shape, 2, 2), np.int16))])]
-
-    learns.packer = SimpleNamespace(update=with_routes)  # type: ignore[assignment]
-    for mesh, frozen_role in ((trainers, ""), (trainers, "reference"), (critic, "")):
-        await learns.scores([sample(20)], mesh, frozen_role)  # type: ignore[arg-type]
-    assert scored == [("trainer", True), ("reference", False), ("critic", False)]
 
 
 def ppo(**checkpoint: Any) -> Config:
@@ -404,78 +309,3 @@ async def test_a_changed_reference_is_not_trained_against(
     harm(start)
     with pytest.raises(RunError, match=f"{start} cannot be used: {why}"):
         await learns.begin(3)
-
-
-async def test_a_teachers_log_probs_of_the_answers_that_have_a_context(tmp_path: Path) -> None:
-    """One answer has none, and the prompt of another is too long: both get their sampling log-probs, and no signal."""
-    a = AlgorithmSection(advantage="teacher", teacher_weights="average", teacher_context=["answer"], normalize="none")
-    config = on_device(Config(algorithm=a, training=TrainingSection(seq_len=8, local_batch_size=1)), "cpu")
-    asked: list[tuple[int, str]] = []
-
-    class Scores(Mesh):
-        async def scores(self, batches: list[Batch], temperature: float, frozen_role: str, top: int) -> Any:
-            rows = [rows for batch in batches for rows in batch.microbatches]
-            asked.append((sum(int((each.sequences >= 0).sum()) for each in rows), frozen_role))
-            return [[each.targets.astype("float32") for each in batch.microbatches] for batch in batches], [0]
-
-        async def step(self, updates: Any) -> StepStats:
-            return StepStats(0.0, 0.0, 0.0, 1, 1.0)
-
-    learns, _ = learner_of(tmp_path, config, Scores(tmp_path))
-    samples = [Sample([1, 2, 5, 6], [0, 0, 1, 1], {"behaviour": [0, 0, -0.5, -0.25]}, 2) for _ in range(3)]
-    privileged = [exchanged(samples[0], [1, 2], [1, 3, 3, 2]), None, exchanged(samples[2], [1, 2], [1] * 8)]
-    judged = await learns.judge(samples, privileged)
-    assert asked == [(5, "average")]
-    assert [list(s.columns["teacher"]) for s in judged] == [[0, 0, 5, 6], [0, 0, -0.5, -0.25], [0, 0, -0.5, -0.25]]
-    await learns.accumulate([s.with_columns(advantage=[0.0] * 4) for s in judged])
-    metrics = (await learns.update()).metrics
-    assert metrics["distill/covered"] == metrics["distill/too_long"] == pytest.approx(1 / 3)
-    assert metrics["distill/gain"] == pytest.approx((5.5 + 6.25) / 2)
-    await learns.accumulate([s.with_columns(advantage=[0.0] * 4) for s in judged])
-    assert "distill/covered" not in (await learns.update()).metrics
-
-
-@pytest.mark.parametrize("context", [["answer"], []])
-async def test_a_teachers_top_tokens_come_with_its_log_probs(tmp_path: Path, context: list[str]) -> None:
-    """The rank of token t answers with t's log-prob -t / 8, then with the tokens t + 1 and t + 2. A sample without a
-    context has unknown ones."""
-    a = AlgorithmSection(
-        advantage="teacher",
-        teacher_weights="average" if context else "folder",
-        teacher_context=context,
-        normalize="none",
-        distill_top_k=2,
-    )
-    config = on_device(Config(algorithm=a, training=TrainingSection(seq_len=16, local_batch_size=1)), "cpu")
-
-    class Scores(Mesh):
-        async def scores(self, batches: list[Batch], temperature: float, frozen_role: str, top: int) -> Any:
-            def answered(rows: Rows) -> np.ndarray:
-                ids = rows.targets[rows.mask > 0][:, None] + np.arange(1 + top)
-                return entries(ids, -ids / 8)
-
-            return [[answered(rows) for rows in batch.microbatches] for batch in batches], [0]
-
-        async def step(self, updates: Any) -> StepStats:
-            assert [rows.top["id"].tolist() for batch in updates[0] for rows in batch.microbatches] == packed
-            return StepStats(0.0, 0.0, 0.0, 1, 1.0)
-
-    learns, _ = learner_of(tmp_path, config, Scores(tmp_path))
-    samples = [
-        Sample(t, [0] * 2 + [1] * (len(t) - 2), {"behaviour": np.full(len(t), -0.5)}, 2)
-        for t in ([1, 2, 5], [1, 2, 7, 8, 9], [1, 2, 3])
-    ]
-    privileged = [exchanged(s, [1, 2], [1, 3, 3, 2]) for s in samples[:2]] if context else []
-    judged = await learns.judge(samples, [*privileged, None] if context else [])
-    last = ([0, 0, -0.5], [[-1, -1]]) if context else ([0, 0, -3 / 8], [[4, 5]])
-    expected = [([0, 0, -5 / 8], [[6, 7]]), ([0, 0, -7 / 8, -1, -9 / 8], [[8, 9], [9, 10], [10, 11]]), last]
-    for sample, (logprobs, ids) in zip(judged, expected, strict=True):
-        assert list(sample.columns["teacher"]) == logprobs
-        assert sample.top is not None
-        assert sample.top["id"].tolist() == ids
-    packed = [[row for at in (1, 0, 2) for row in expected[at][1]]]  # the longest sample is first in a row
-    await learns.accumulate([s.with_columns(advantage=np.zeros(len(s.tokens))) for s in judged])
-    metrics = (await learns.update()).metrics
-    top = [row for _, rows in expected for row in rows if row[0] > 0]
-    assert metrics["distill/teacher_mass"] == pytest.approx(np.exp(-np.array(top) / 8).sum(1).mean())
-    assert ("distill/gain" in metrics) == bool(context)

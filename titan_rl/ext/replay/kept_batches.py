@@ -1,6 +1,6 @@
 """Keeps the samples of the last steps in RUN/batches, so that a step can be made again (titan_rl replay).
 
-    step-N.npz    all samples end to end: tokens, mask, columns, kept sets, routes; and each sample's length and update
+    step-N.npz    all samples end to end: tokens, mask, columns, side columns; and each sample's length and update
 
 The files hold arrays only. A step is written before its updates are made: also one that fails can be made again.
 """
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from titan_rl.record.lines import must_write, replacing
-from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.routes import joined
-from titan_rl.wire.top_tokens import joined_entries
+from titan_rl.wire.side_columns import names_in, side_column
 from titan_rl.wire.types import Sample
 
 FOLDER = "batches"
+OWN = {"update", "length", "prompt", "sequence", "tokens", "mask", "column"}  # other arrays are of side columns
 FILE = re.compile(r"step-(\d+)\.npz")
 Updates = Sequence[Sequence[Sample]]
 
@@ -72,13 +71,8 @@ def _arrays(updates: Updates) -> dict[str, Any]:
     }
     for name in samples[0].columns if samples else ():
         arrays[f"column_{name}"] = _joined([sample.columns[name] for sample in samples], np.float32)
-    if any(sample.kept is not None for sample in samples):
-        kept = KeptSets.joined([sample.kept or KeptSets.whole(len(sample.tokens)) for sample in samples])
-        arrays |= {"kept_sizes": kept.sizes, "kept_words": kept.words}
-    if (routes := joined([(len(sample.tokens), sample.routes) for sample in samples])) is not None:
-        arrays["routes"] = routes[:-1]
-    if (top := joined_entries([sample.top for sample in samples])) is not None:
-        arrays["top"] = top
+    for name in names_in(samples):
+        arrays |= side_column(name).arrays(samples)
     return arrays
 
 
@@ -88,22 +82,19 @@ def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
 
 def _updates(arrays: dict[str, np.ndarray]) -> list[list[Sample]]:
     ends = arrays["length"].cumsum()
-    kept = KeptSets(arrays["kept_sizes"], arrays["kept_words"]) if "kept_sizes" in arrays else None
+    others = {name.partition("_")[0] for name in arrays} - OWN
+    extras = {name: side_column(name).of_arrays(arrays) for name in others}
     columns = {name.removeprefix("column_"): values for name, values in arrays.items() if name.startswith("column_")}
-    trained = (arrays["mask"] > 0).cumsum()
     updates: list[list[Sample]] = [[] for _ in range(int(arrays["update"].max(initial=-1)) + 1)]
     for i, end in enumerate(ends):
         own = slice(end - arrays["length"][i], end)
-        sets = None if kept is None else kept.take(np.arange(own.start, own.stop))
         sample = Sample(
             arrays["tokens"][own],
             arrays["mask"][own],
             {name: values[own] for name, values in columns.items()},  # pyright: ignore[reportArgumentType]
             int(arrays["prompt"][i]),
             int(arrays["sequence"][i]),
-            sets,
-            arrays["routes"][own] if "routes" in arrays else None,
-            arrays["top"][trained[own][arrays["mask"][own] > 0] - 1] if "top" in arrays else None,
+            {name: values[i] for name, values in extras.items()},
         )
         updates[arrays["update"][i]].append(sample)
     return updates

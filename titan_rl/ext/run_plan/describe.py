@@ -5,8 +5,6 @@ import shutil
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
@@ -23,8 +21,8 @@ from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.routes import id_type
-from titan_rl.wire.top_tokens import ENTRY
+from titan_rl.wire.parts import needed_part
+from titan_rl.wire.types import ENTRY
 from titan_rl.wire.weight_source import FORCES_LINKS
 
 BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4
@@ -128,7 +126,7 @@ def step_tokens(config: Config) -> int:
 
 def route_bytes(shape: ModelShape) -> int:
     """Return the bytes of one token's routes."""
-    return shape.n_layers * shape.experts_per_token * np.dtype(id_type(shape.experts)).itemsize
+    return needed_part("column routes", "algorithm.routing_replay").bytes_of_token(shape)
 
 
 def routing_replay(config: Config, shape: ModelShape) -> str:

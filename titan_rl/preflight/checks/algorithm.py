@@ -13,8 +13,6 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem
-from titan_rl.tasks.privileged import CONTEXTS, last_user, template_of, text_of
-from titan_rl.tasks.privileged import KEY as TEMPLATE
 from titan_rl.wire.model_shape import ModelShape
 
 CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
@@ -78,7 +76,6 @@ def check_algorithm(config: Config) -> Iterator[str]:
             yield wrong("algorithm.kl_in", f'"loss", {because} uses no rewards')
         if a.overlong_buffer:
             yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
-    yield from _check_teacher(config)
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
 
@@ -154,47 +151,6 @@ def _check_estimators(config: Config) -> Iterator[str]:
         yield problem(config, "task.rewards", f"at least two rewards, {because} normalizes each by itself")
     if kimi and size < 2:
         yield problem(config, "rollout.group_size", f"at least 2, {length} compares the lengths of a group")
-
-
-def _check_teacher(config: Config) -> Iterator[str]:
-    """Check the keys of self-distillation."""
-    wrong, a = partial(problem, config), config.algorithm
-    if config.cold_start.teacher_prompts and not {"demonstration", "answer"} & {*a.teacher_context}:
-        why = 'because algorithm.teacher_context has no "demonstration" or "answer", which examples have'
-        yield wrong("cold_start.teacher_prompts", f"false, {why}")
-    if unknown := [kind for kind in a.teacher_context if kind not in CONTEXTS]:
-        names = ", ".join(f'"{kind}"' for kind in CONTEXTS)
-        yield f'algorithm.teacher_context: expected some of {names}, found "{unknown[0]}"'
-    if not a.needs_teacher:
-        why = 'because there is no teacher: set algorithm.advantage = "teacher", or algorithm.teacher_coef above 0'
-        if a.teacher_weights != "folder":
-            yield wrong("algorithm.teacher_weights", f'"folder", {why}')
-        if a.teacher_context:
-            yield wrong("algorithm.teacher_context", f"[], {why}")
-        return
-    if a.advantage == "teacher" and a.teacher_coef:
-        yield wrong("algorithm.teacher_coef", '0, because algorithm.advantage = "teacher" uses nothing else')
-    if a.advantage == "teacher" and a.normalize == "batch" and a.teacher_context:
-        why = "because whitening would give a signal to answers without a context (algorithm.teacher_context)"
-        yield wrong("algorithm.normalize", f'"none", {why}')
-    if a.teacher_weights != "folder" and config.teacher.hf_assets_path:
-        yield wrong("teacher.hf_assets_path", f'"", because algorithm.teacher_weights = "{a.teacher_weights}"')
-    if a.teacher_weights == "policy" and not a.teacher_context:
-        why = 'because algorithm.teacher_weights = "policy" knows nothing else'
-        yield wrong("algorithm.teacher_context", f'"sibling", "feedback", "demonstration" or "answer", {why}')
-    if a.teacher_context == ["sibling"] and config.rollout.group_size < 2:
-        yield wrong("rollout.group_size", 'at least 2, because algorithm.teacher_context is "sibling"')
-    if a.teacher_context:
-        yield from _check_template(config)
-
-
-def _check_template(config: Config) -> Iterator[str]:
-    try:
-        messages = template_of(config.teacher.template)([{"role": "user", "content": "?"}], "!")
-        text_of(messages[last_user(messages)])
-    except Exception as error:  # a user's function may raise any error
-        named = str(error).startswith(TEMPLATE)
-        yield str(error) if named else f"{TEMPLATE}: expected a function that returns messages, found {error!r}"
 
 
 def check_steps(config: Config) -> Iterator[str]:

@@ -62,6 +62,13 @@ def adapts(config: Config) -> bool:
     return lora.on or bool(lora.targets) or lora.sync == "adapter"
 
 
+def distills(config: Config) -> bool:
+    """Return True if there is a teacher, or a key of one that has no effect."""
+    a = config.algorithm
+    keys = a.needs_teacher or a.teacher_weights != "folder" or a.teacher_context or config.cold_start.teacher_prompts
+    return a.kind == "rl" and bool(keys)
+
+
 NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("environments", "environment.name", lambda config: bool(config.environment.name)),
     ("environments", "task.agent", lambda config: bool(config.task.agent)),
@@ -69,6 +76,8 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("broadcasts of trainers", "weight_sync.transport", lambda c: c.weight_sync.transport == "broadcast"),
     ("context parallelism", "parallelism.context_parallel_degree", shares_rows),
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
+    ("column kept", "rollout.top_p, top_k or min_p", lambda config: config.rollout.truncates),
+    ("column routes", "algorithm.routing_replay", lambda config: config.algorithm.routing_replay),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
@@ -80,6 +89,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("snapshots", "fault.snapshot_gbps", lambda config: config.fault.snapshot_gbps > 0),
     ("several hosts", "hosts.kind", spans_hosts),
     ("adapters of trainers", "lora", adapts),
+    ("teacher", "algorithm.advantage", distills),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
 )
 """A part, the key that needs it, and whether it does."""
@@ -87,6 +97,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
 CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.agents.checks", plays),
     ("ext.sandbox.checks", runs_code),
+    ("ext.teachers.checks", distills),
     ("ext.trackers.checks", tracks),
     ("tools.launch.checks", lambda config: config.launch != LaunchSection()),
     ("ext.hosts.checks", spans_hosts),

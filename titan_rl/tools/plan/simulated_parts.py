@@ -33,8 +33,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import EngineStats, ReaderCost, StepStats
 from titan_rl.wire.sessions import Outcome, Session
-from titan_rl.wire.top_tokens import ENTRY
-from titan_rl.wire.types import Batch, Branch, Group, Prompt, Request, RoleName, Rollout, Rows, Sample
+from titan_rl.wire.types import ENTRY, Batch, Branch, Group, Prompt, Request, RoleName, Rollout, Rows, Sample
 from titan_rl.wire.weight_plan import Shard
 from titan_rl.wire.weight_source import Connection
 

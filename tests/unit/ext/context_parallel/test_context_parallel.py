@@ -1,6 +1,5 @@
 """Parts of packed rows are the rows together, and have the attention of whole rows, wherever a row is cut."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,13 @@ def parts_of(rows: Rows, count: int, multiple: int) -> list[Any]:
 @given(groups_of(20, 12), st.booleans(), st.integers(2, 5), st.integers(1, 3))
 def test_parts_are_the_rows(samples: list[Sample], share: bool, count: int, multiple: int) -> None:
     rows = packed(samples, share)
-    rows = replace(rows, routes=np.random.default_rng(0).integers(-1, 9, (*rows.tokens.shape, 3, 2), np.int16))
+    wide = np.random.default_rng(0).integers(-1, 9, (*rows.tokens.shape, 3, 2), np.int16)
     parts = parts_of(rows, count, multiple)
     length = rows.tokens.shape[1]
-    for name, padding in {"tokens": 0, "positions": 0, "routes": -1}.items():
-        joined = np.concatenate([getattr(part, name) for part in parts], 1)
-        np.testing.assert_array_equal(joined[:, :length], getattr(rows, name))
+    cuts = {"tokens": (rows.tokens, 0), "positions": (rows.positions, 0), "wide": (wide, -1)}
+    for name, (whole, padding) in cuts.items():
+        joined = np.concatenate([part.cut(wide, -1) if name == "wide" else getattr(part, name) for part in parts], 1)
+        np.testing.assert_array_equal(joined[:, :length], whole)
         assert (joined[:, length:] == padding).all()
     assert len({part.tokens.shape for part in parts}) == 1
     assert parts[0].tokens.shape[1] % multiple == 0

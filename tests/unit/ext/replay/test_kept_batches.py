@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 
 from titan_rl.config.sections import Config
+from titan_rl.ext.kept_sets.kept_sets import KeptSets
 from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.record.run_log import RunLog
 from titan_rl.tools import replay
-from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.top_tokens import entries
-from titan_rl.wire.types import Sample
+from titan_rl.wire.types import Sample, entries
 
 
 def sample(first: int, *, kept: bool = False) -> Sample:
     columns = {"behaviour": [0.0, -0.5, -1.25], "advantage": [0.5, 0.5, 0.5]}
-    sets = KeptSets.of([b"", b"", np.array([first, 7], "<u4").tobytes()]) if kept else None
-    return Sample([first, 8, 9], [0, 1, 1], columns, prompt=1, sequence=first, kept=sets)  # pyright: ignore[reportArgumentType]
+    extras = {"kept": KeptSets.of([b"", b"", np.array([first, 7], "<u4").tobytes()])} if kept else {}
+    return Sample([first, 8, 9], [0, 1, 1], columns, prompt=1, sequence=first, extras=extras)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_step_s_updates_are_read_back(tmp_path: Path) -> None:
@@ -30,26 +29,30 @@ def test_a_step_s_updates_are_read_back(tmp_path: Path) -> None:
     assert [list(s.tokens) for s in (*first, *second)] == [[1, 8, 9], [2, 8, 9], [3, 8, 9]]
     assert [(s.prompt, s.sequence) for s in (*first, *second)] == [(1, 1), (1, 2), (1, 3)]
     assert list(first[0].columns["behaviour"]) == [0.0, -0.5, -1.25]
-    assert first[1].kept is not None
-    assert [list(part) for part in first[1].kept.ids()] == [[0, 0, 2], [2, 7]]
+    assert [list(part) for part in first[1].extras["kept"].ids()] == [[0, 0, 2], [2, 7]]
 
 
 def test_routes_are_read_back(tmp_path: Path) -> None:
     kept, routes = KeptBatches(tmp_path, 1), np.arange(12).astype(np.uint8).reshape(3, 2, 2)
-    kept.write(1, [[replace(sample(1), routes=routes), sample(2)], [replace(sample(3), routes=routes + 1)]])
+    kept.write(
+        1,
+        [
+            [replace(sample(1), extras={"routes": routes}), sample(2)],
+            [replace(sample(3), extras={"routes": routes + 1})],
+        ],
+    )
     first, second = kept.read(1)
-    found = [s.routes for s in (*first, *second)]
-    assert all(each is not None for each in found)
-    assert np.array_equal(found, [routes, np.full_like(routes, 255), routes + 1])  # pyright: ignore[reportArgumentType]
+    found = [s.extras["routes"] for s in (*first, *second)]
+    assert np.array_equal(found, [routes, np.full_like(routes, 255), routes + 1])
 
 
 def test_top_tokens_are_read_back(tmp_path: Path) -> None:
     kept = KeptBatches(tmp_path, 1)
     tops = [entries(first + np.arange(4).reshape(2, 2), np.full((2, 2), -first)) for first in (1, 2, 3)]
-    made = [replace(sample(i), top=top) for i, top in enumerate(tops)]
+    made = [replace(sample(i), extras={"top": top}) for i, top in enumerate(tops)]
     kept.write(1, [made[:2], made[2:]])
-    found = [s.top for update in kept.read(1) for s in update]
-    assert all(top is not None and np.array_equal(top, own) for top, own in zip(found, tops, strict=True))
+    found = [s.extras["top"] for update in kept.read(1) for s in update]
+    assert all(np.array_equal(top, own) for top, own in zip(found, tops, strict=True))
 
 
 def test_later_steps_of_an_undone_history_are_deleted(tmp_path: Path) -> None:

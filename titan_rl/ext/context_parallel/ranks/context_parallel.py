@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_rl.actors.titan.document_masks import Attended
-from titan_rl.actors.titan.row_parts import PartOfRows, filled_places
+from titan_rl.actors.titan.row_parts import PartOfRows
 from titan_rl.config.sections import ParallelismSection
 from titan_rl.wire.types import Rows
 
@@ -109,7 +109,4 @@ def cut(rows: Rows, part: Part) -> PartOfRows:
     )
     there = np.where(own, row * size + column - first, 0)
     in_order = attended.take(np.argsort(attended.begin))  # as FlashAttention takes queries
-    routes, filled = rows.routes, None
-    if routes is not None:
-        routes, filled = columns(routes, padding=-1), columns(filled_places(rows))
-    return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, routes, filled)
+    return PartOfRows(columns(rows.tokens), columns(rows.positions), own, there, in_order, columns)

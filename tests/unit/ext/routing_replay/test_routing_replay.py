@@ -16,9 +16,9 @@ from support.whole_model import whole_model
 from titan_rl.actors.titan.experts import Router, take_routed
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import replay_metrics
-from titan_rl.actors.titan.row_parts import filled_places
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import Config, Dtype, TrainingSection
+from titan_rl.ext.routing_replay.routes import filled_places
 from titan_rl.tools.diagnosis.engine_rules import AGREEMENT
 from titan_rl.wire.types import Batch, Rows, Sample
 
@@ -41,6 +41,10 @@ def packed(seed: int = 0) -> Batch:
     return batch
 
 
+def replaying(rows: Rows, routes: np.ndarray) -> Rows:
+    return replace(rows, extras={"routes": routes})
+
+
 def learnt(rows: Rows, on: TitanModel) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, float]]:
     """Return log-probs, gradients and metrics of a backward."""
     on.model.zero_grad()
@@ -55,7 +59,7 @@ def learnt(rows: Rows, on: TitanModel) -> tuple[torch.Tensor, list[torch.Tensor]
 def own_routes(rows: Rows, on: TitanModel) -> np.ndarray:
     """Return what the routers choose themselves; at padding nothing is known."""
     with recorded(on.model) as last:
-        on.score(replace(rows, routes=None))
+        on.score(replace(rows, extras={}))
         routes = last()
     return np.where(filled_places(rows)[..., None, None], routes, np.int16(-1))
 
@@ -66,12 +70,12 @@ def test_a_replay_of_its_own_routes_changes_nothing(compute: Dtype) -> None:
     (rows,) = packed().microbatches
     logprobs, gradients, metrics = learnt(rows, on)
     assert metrics == {}
-    again, replayed, metrics = learnt(replace(rows, routes=own_routes(rows, on)), on)
+    again, replayed, metrics = learnt(replaying(rows, own_routes(rows, on)), on)
     assert metrics == {"routing/replayed": 1.0, "routing/agreement": 1.0}
     assert torch.equal(again, logprobs)
     assert all(torch.equal(a, b) for a, b in zip(replayed, gradients, strict=True))
     backwards = np.ascontiguousarray(own_routes(rows, on)[..., ::-1])
-    reversed_, _, metrics = learnt(replace(rows, routes=backwards), on)
+    reversed_, _, metrics = learnt(replaying(rows, backwards), on)
     assert metrics["routing/agreement"] == 1.0, "the order of a token's experts does not count"
     torch.testing.assert_close(reversed_, logprobs, rtol=0, atol=1e-6 if compute == "float32" else 0.05)
 
@@ -80,7 +84,7 @@ def test_unknown_routes_are_the_routers_own() -> None:
     (rows,) = packed().microbatches
     nothing = np.full((*rows.tokens.shape, SHAPE.n_layers, K), -1, np.int16)
     logprobs, gradients, _ = learnt(rows, model())
-    again, replayed, metrics = learnt(replace(rows, routes=nothing), model())
+    again, replayed, metrics = learnt(replaying(rows, nothing), model())
     assert metrics == {"routing/replayed": 0.0}, "no agreement of nothing"
     assert torch.equal(again, logprobs)
     assert all(torch.equal(a, b) for a, b in zip(replayed, gradients, strict=True))
@@ -131,7 +135,7 @@ def of_another_layer(routes: np.ndarray) -> np.ndarray:
 def test_misplaced_routes_show_in_the_agreement(plant: Callable[[np.ndarray], np.ndarray]) -> None:
     (rows,) = packed().microbatches
     logprobs, _, _ = learnt(rows, model())
-    moved, _, metrics = learnt(replace(rows, routes=plant(own_routes(rows, model()))), model())
+    moved, _, metrics = learnt(replaying(rows, plant(own_routes(rows, model()))), model())
     assert metrics["routing/agreement"] < AGREEMENT - 0.1, "titan_rl.tools.why names it"
     assert (moved - logprobs).abs().max() > 1e-3
 
@@ -151,7 +155,7 @@ def test_shared_prompts_count_as_tokens_and_padding_does_not(share: bool) -> Non
     (batch,) = pack(samples, shards=1, seq_len=40, rows_per_microbatch=1, pad_id=0, share=share)
     (rows,) = batch.microbatches
     assert filled_places(rows).sum() == (10 + 3 if share else 3 * 11) < rows.tokens.size
-    _, _, metrics = learnt(replace(rows, routes=own_routes(rows, model())), model())
+    _, _, metrics = learnt(replaying(rows, own_routes(rows, model())), model())
     assert metrics == {"routing/replayed": 1.0, "routing/agreement": 1.0}
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.actors.vllm import kept_tokens
-from titan_rl.actors.vllm.kept_tokens import kept_sets
-from titan_rl.wire.kept_sets import KeptSets, size_of
+from titan_rl.ext.kept_sets.kept_sets import KeptSets, size_of
+from titan_rl.ext.kept_sets.ranks import kept_tokens
+from titan_rl.ext.kept_sets.ranks.kept_tokens import kept_sets
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.sampled_from([5, 40, 300]))

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titan_rl.actors.vllm.routed_tokens import RouteRecorder, cut, engine_args, routes_of
-from titan_rl.wire.routes import Routes
+from titan_rl.ext.routing_replay.ranks.routed_tokens import RouteRecorder, cut, engine_args, routes_of
+from titan_rl.ext.routing_replay.routes import Routes
 
 ROWS = np.arange(40).astype(np.uint8).reshape(10, 2, 2)
 
@@ -75,7 +75,8 @@ def test_a_gpu_returns_routes_under_vllms_names() -> None:
     assert "routed_experts" in {field.name for field in fields(CompletionOutput)}
     assert engine_args(on_cpu=True) == {}
     experts = SimpleNamespace(model_config=SimpleNamespace(get_num_experts=lambda: 256))
-    recorder = RouteRecorder(SimpleNamespace(vllm_config=experts), on_cpu=False)
+    recorder = RouteRecorder(on_cpu=False)
+    recorder.begin(SimpleNamespace(vllm_config=experts))
     ((first, rows),) = recorder.take("7", np.full((3, 2, 2), 255, np.uint8))
     found = routes_of(3, [(first, rows)], None, cached=0, sample="sample 7")
     assert (found.ids == 255).all(), "an expert"

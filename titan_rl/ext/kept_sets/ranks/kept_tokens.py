@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from titan_rl.wire.kept_sets import WORD, packed
+from titan_rl.actors.vllm.engine import ColumnRecorder
+from titan_rl.ext.kept_sets.kept_sets import WORD, packed
+from titan_rl.wire.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +27,23 @@ class Truncation(NamedTuple):
     sample: str
     top_k: int  # 0: all
     top_p: float
+
+
+class KeptTokens(ColumnRecorder):
+    """Records the kept set of each sampled token. Make one per process, before its engine."""
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self.args, self._truncates = engine_args(on_cpu=on_cpu), on_cpu
+
+    def request_args(self, id: str, sampling: Sampling) -> dict[str, Any]:
+        """On a CPU the processor truncates the sample, and vLLM does not."""
+        if not self._truncates:
+            return {}
+        truncation = Truncation(id, sampling.top_k, sampling.top_p)
+        return {"top_p": 1.0, "top_k": 0, "extra_args": truncation._asdict()}
+
+    def sampled(self, id: str, sample: Completion) -> None:
+        sample.extras.setdefault("kept", []).append(last_kept.pop(id, b""))
 
 
 def engine_args(*, on_cpu: bool) -> dict[str, Any]:

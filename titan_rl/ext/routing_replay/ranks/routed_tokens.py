@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_rl.wire.routes import Routes, id_type, known, unknown_rows
+from titan_rl.actors.vllm.engine import ColumnRecorder, OpenRequest
+from titan_rl.ext.routing_replay.routes import Routes, id_type, known, unknown_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm import CompletionOutput
 
 Recorded = list[tuple[int, np.ndarray]]
 """Rows of consecutive tokens, [N, layers, K], and the number of the first one in its sequence. Later entries count."""
@@ -24,14 +26,29 @@ def engine_args(*, on_cpu: bool) -> dict[str, Any]:
     return {} if on_cpu else {"enable_return_routed_experts": True}
 
 
-class RouteRecorder:
-    """The routes of the samples that an engine has not taken yet."""
+class RouteRecorder(ColumnRecorder):
+    """Records the routes of the tokens that samples read."""
 
-    def __init__(self, llm: Any, *, on_cpu: bool) -> None:
-        self._recorded: dict[str, Recorded] = {}  # by the id of a sample; on a GPU none
+    def __init__(self, *, on_cpu: bool) -> None:
+        self.args, self._on_cpu = engine_args(on_cpu=on_cpu), on_cpu
+        self._recorded: dict[str, Recorded] = {}  # by the id of a sample in vLLM; on a GPU none
+
+    def begin(self, llm: Any) -> None:
         self._type = id_type(llm.vllm_config.model_config.get_num_experts())
-        if on_cpu:
+        if self._on_cpu:
             self._record(llm.model_executor.driver_worker.worker.model_runner)
+
+    def left(self, id: str, open: OpenRequest, index: int, last: "CompletionOutput | None" = None) -> None:
+        """Record the tokens that a sample has read so far; on a GPU vLLM returns them with its `last` output."""
+        sample, recorded = open.samples[index], self.take(id, None if last is None else last.routed_experts)
+        if not recorded or not sample.tokens:
+            return
+        read, before = len(open.request.tokens) + len(sample.tokens) - 1, sample.extras.get("routes")
+        cached = before.cached if before else open.prefills[index].cached
+        sample.extras["routes"] = routes_of(read, recorded, before, cached=cached, sample=f"sample {id}")
+
+    def dropped(self, id: str) -> None:
+        self._recorded.pop(id, None)
 
     def take(self, id: str, returned: np.ndarray | None = None) -> Recorded:
         """Return the recorded rows of a sample; on a GPU all rows, which vLLM has `returned` at its end."""

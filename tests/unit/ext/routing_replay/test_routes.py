@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from titan_rl.wire.routes import BLOCK, Routes, fill_cached, id_type, joined, known, signed, unknown_rows
+from titan_rl.ext.routing_replay.routes import (
+    BLOCK,
+    Routes,
+    fill_cached,
+    id_type,
+    joined,
+    known,
+    rows_of,
+    signed,
+    unknown_rows,
+)
 from titan_rl.wire.types import Branch, Completion, Turn
 
 LAYERS, K, EXPERTS = 3, 2, 8
@@ -14,7 +24,9 @@ def rows(seed: int, tokens: int, dtype: type = np.uint8) -> np.ndarray:
 
 
 def turn(context: int, sampled: int, routes: Routes | None, index: int = 0) -> Turn:
-    completion = Completion([5] * sampled, [-0.5] * sampled, [0] * sampled, "stop", routes=routes)
+    completion = Completion(
+        [5] * sampled, [-0.5] * sampled, [0] * sampled, "stop", extras={} if routes is None else {"routes": routes}
+    )
     return Turn([1] * context, completion, index=index)
 
 
@@ -42,18 +54,18 @@ def test_a_branch_has_each_turns_own_routes() -> None:
     first, again = rows(1, 5), rows(2, 10)
     for cached in (0, 3, 5):
         branch = Branch([turn(4, 2, Routes(0, first)), turn(2, 3, Routes(cached, again[cached:]), 1)])
-        routes = branch.routes
+        routes = rows_of(branch)
         assert routes is not None
         assert np.array_equal(routes[:10], np.concatenate([first, again[5:]]))
         assert known(routes).tolist() == [True] * 10 + [False]
-    assert Branch([turn(4, 2, None)]).routes is None
+    assert rows_of(Branch([turn(4, 2, None)])) is None
 
 
 @pytest.mark.parametrize("wrong", [9, 11, None])
 def test_a_turn_with_another_number_of_rows_is_refused(wrong: int | None) -> None:
     second = turn(2, 3, None if wrong is None else Routes(0, rows(2, wrong)), 1)
     with pytest.raises(ValueError, match=f"turn 1: expected the experts of 10 tokens, found {wrong or 'none'}"):
-        _ = Branch([turn(4, 2, Routes(0, rows(1, 5))), second]).routes
+        rows_of(Branch([turn(4, 2, Routes(0, rows(1, 5))), second]))
 
 
 def test_a_cached_beginning_takes_the_rows_of_a_sample_that_begins_with_the_same_tokens() -> None:

@@ -18,7 +18,7 @@ from titan_rl.tasks.user_code import keywords_of, load
 from titan_rl.text.chat import common_length
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.side_columns import side_column
 from titan_rl.wire.types import Group, Prompt, Rollout, Sample
 
 KEY = "teacher.template"
@@ -115,12 +115,12 @@ def exchanged(sample: Sample, old: list[int], new: list[int]) -> Sample | None:
     at = next((i for i in range(len(context) - length + 1) if context[i : i + length] == old), None)
     if at is None:
         return None
-    read, later, kept = [*context[:at], *new, *context[at + length :]], slice(sample.prompt, None), sample.kept
-    if kept is not None:
-        kept = KeptSets.joined([KeptSets.whole(len(read)), kept.take(np.arange(sample.prompt, len(kept)))])
+    read, later = [*context[:at], *new, *context[at + length :]], slice(sample.prompt, None)
+    extras = {n: side_column(n).after_context(v, sample.prompt, len(read)) for n, v in sample.extras.items()}
+    extras = {name: value for name, value in extras.items() if value is not None}
     tokens = np.concatenate([np.asarray(read, np.int64), np.asarray(sample.tokens)[later]])
     mask = np.concatenate([np.zeros(len(read), np.int64), np.asarray(sample.mask)[later]])
-    return Sample(tokens, mask, prompt=len(read), sequence=sample.sequence, kept=kept)
+    return Sample(tokens, mask, prompt=len(read), sequence=sample.sequence, extras=extras)
 
 
 def aligned(scores: np.ndarray, sample: Sample, teacher: Sample) -> np.ndarray:

@@ -18,12 +18,12 @@ from titan_rl.config.presets import PRESETS
 from titan_rl.config.sections import AlgorithmSection, Config, TeacherSection
 from titan_rl.ext.agents.episodes import Step
 from titan_rl.ext.agents.play import Score
-from titan_rl.tasks.privileged import PrivilegedPrompts, aligned, exchanged, template_of
+from titan_rl.ext.kept_sets.kept_sets import KeptSets
+from titan_rl.ext.teachers.privileged import PrivilegedPrompts, aligned, exchanged, template_of
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 SHOWN = "{prompt} {context} {prompt}"
@@ -134,13 +134,12 @@ def test_log_probs_return_to_their_tokens(first: int, read: int, later: int, see
     kept = KeptSets.of([b""] * first + [np.array([i, i + 1], "<u4").tobytes() for i in range(later)])
     mask = np.r_[np.zeros(first, int), draw.integers(0, 2, later)]
     tokens = draw.integers(0, 9, first + later).tolist()
-    sample = Sample(tokens, mask, prompt=first, sequence=3, kept=kept)
+    sample = Sample(tokens, mask, prompt=first, sequence=3, extras={"kept": kept})
     teacher = exchanged(sample, tokens[:first], draw.integers(0, 9, read).tolist())
     assert teacher is not None
     assert teacher.sequence == 3
-    assert teacher.kept is not None
-    assert teacher.kept.sizes.tolist() == [0] * read + [2] * later
-    assert teacher.kept.words.tolist() == kept.words.tolist()
+    assert teacher.extras["kept"].sizes.tolist() == [0] * read + [2] * later
+    assert teacher.extras["kept"].words.tolist() == kept.words.tolist()
     scores = draw.normal(size=read + later)
     assert aligned(scores, sample, teacher)[first:].tolist() == scores[read:].tolist()
     with pytest.raises(AssertionError):

@@ -7,10 +7,15 @@ A set travels as bytes, which hold uint32 words:
     BITS, then a mask     one bit per token of the vocabulary, where that is shorter
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
+
+from titan_rl.wire.side_columns import Places, RankPart, SideColumn, check_lengths
+from titan_rl.wire.types import Branch, Rollout, Sample, Turn
 
 BITS = 2**32 - 1  # no id
 WORD = np.dtype("<u4")
@@ -81,3 +86,59 @@ class KeptSets:
             parts[i] = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             sizes[i] = len(parts[i])
         return sizes, np.concatenate(parts)
+
+
+class KeptColumn(SideColumn):
+    """Of completions the set of each sampled token, of samples `KeptSets` for all tokens, of rows for all targets."""
+
+    def of_branches(self, branches: Sequence[Branch]) -> list[KeptSets | None]:
+        """Return the sets, the whole vocabulary where the mask is 0."""
+        return [_of_turns(branch.turns) for branch in branches]
+
+    def packed(self, samples: Sequence[Sample]) -> Callable[[Places], KeptSets]:
+        check_lengths("kept", samples)
+        sets = KeptSets.joined([_joined(samples), KeptSets.whole(1)])
+        return lambda places: sets.take(np.where(places.on, places.targets, -1).ravel())
+
+    def on_device(self, value: KeptSets, part: RankPart) -> tuple[Any, Any]:
+        """Return each target's number of ids, [B * T], and all ids."""
+        counts, ids = (value if part.own is None else value.only(part.own.ravel())).ids()
+        return part.to(counts), part.to(ids)
+
+    def arrays(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        sets = _joined(samples)
+        return {"kept_sizes": sets.sizes, "kept_words": sets.words}
+
+    def of_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[KeptSets]:
+        sets, ends = KeptSets(arrays["kept_sizes"], arrays["kept_words"]), arrays["length"].cumsum()
+        return [sets.take(np.arange(end - n, end)) for end, n in zip(ends, arrays["length"], strict=True)]
+
+    def after_context(self, value: KeptSets, context: int, read: int) -> KeptSets:
+        return KeptSets.joined([KeptSets.whole(read), value.take(np.arange(context, len(value)))])
+
+    def logged(self, rollout: Rollout) -> list[int]:
+        return [size_of(kept) for kept in _sampled(rollout)]
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        sizes = np.array([size for rollout in rollouts for size in self.logged(rollout)])
+        cut = sizes[sizes > 0]
+        return {"kept/mean": float(cut.mean()) if cut.size else 0.0, "kept/whole": float((sizes == 0).mean())}
+
+
+def _of_turns(turns: Sequence[Turn]) -> KeptSets | None:
+    if not any(turn.completion.extras.get("kept") for turn in turns):
+        return None
+    parts = ([b""] * len(turn.context) + turn.completion.extras.get("kept", []) for turn in turns)
+    return KeptSets.of(list(chain.from_iterable(parts)))
+
+
+def _joined(samples: Sequence[Sample]) -> KeptSets:
+    return KeptSets.joined([s.extras.get("kept") or KeptSets.whole(len(s.tokens)) for s in samples])
+
+
+def _sampled(rollout: Rollout) -> Iterable[bytes]:
+    turns = chain.from_iterable(branch.turns for branch in rollout.branches)
+    return chain.from_iterable(turn.completion.extras.get("kept", []) for turn in turns)
+
+
+KEPT = KeptColumn()

@@ -22,8 +22,8 @@ from golden.replay import (
 from support.judged_groups import group, rollout
 from titan_rl.config.presets import PRESETS, preset
 from titan_rl.config.sections import Config, CurriculumSection
+from titan_rl.ext.teachers.privileged import PrivilegedPrompts
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss
-from titan_rl.tasks.privileged import PrivilegedPrompts
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Branch, Completion, Turn
 
