@@ -55,6 +55,7 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
             divergence=next(iter(divergence), None),
+            own_loss=batch.loss,
         )
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 
