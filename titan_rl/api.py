@@ -16,12 +16,14 @@ the same calls (train/verbs.py).
 """
 
 import asyncio
+import atexit
 import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -421,14 +423,23 @@ def _written(config: "Config") -> str:
     return str(path)
 
 
+@cache
+def _sockets() -> Path:
+    """Return the folder of this process's sockets: Monarch keeps some open between two runs."""
+    from titan_rl.environment import socket_folder
+
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(socket_folder())
+
+
 @asynccontextmanager
 async def _opened(config: Any, overrides: Mapping[str, Any], quiet: bool) -> "AsyncIterator[Run]":
-    from titan_rl.environment import prepare_environment, socket_folder
+    from titan_rl.environment import prepare_environment
     from titan_rl.meshes.fork_servers import KINDS, serving
 
     with ExitStack() as stack:
-        folder = stack.enter_context(socket_folder())
-        servers = stack.enter_context(serving(folder))
+        servers = stack.enter_context(serving(_sockets()))
         invocation = invocation_of(config, overrides)
         servers.keep(() if invocation.device == "cuda" else KINDS)
         setup, terminal = _planned(invocation, quiet, stack)
@@ -476,7 +487,7 @@ async def _up(setup: "Setup", terminal: "Terminal") -> "AsyncIterator[Run]":
     task, clock = asyncio.current_task(), Clock()
     assert task is not None
     stop = Stop(task, clock, terminal, stops=cast(Any, SimpleNamespace(each=[])))  # signals stay the caller's
-    async with opened(setup, terminal, stop, clock) as parts:
+    async with opened(setup, terminal, stop, clock, last=False) as parts:
         run = Run(parts)
         run._recovery.attempt = 1
         await run._driven(run._begin(setup.resume))

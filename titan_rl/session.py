@@ -15,7 +15,7 @@ from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.sinks import timeline, tracking
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.bring_up import Launch, launch, shutdown, start_snapshots
+from titan_rl.train.bring_up import Launch, kill_ranks, launch, shutdown, start_snapshots
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
 from titan_rl.train.regrowth import Regrowth
@@ -62,9 +62,10 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
 
 @asynccontextmanager
 async def opened(
-    setup: Setup, terminal: Terminal, stop: Stop, clock: Clock, launched: Launch = launch
+    setup: Setup, terminal: Terminal, stop: Stop, clock: Clock, launched: Launch = launch, *, last: bool = True
 ) -> AsyncIterator[RunParts]:
-    """Start the meshes, connect the weights and open the files of a run. Take all of it down at the end."""
+    """Start the meshes, connect the weights and open the files of a run. Take all of it down at the end. `last`: this
+    process starts no other run, which Monarch could not once it is shut down."""
     config, folder = setup.config, setup.folder
     socket = Path(os.environ["TMPDIR"]) / "control"
     incidents = Incidents(folder, config.fault, terminal.warn, setup.model_folder)
@@ -113,4 +114,4 @@ async def opened(
         if folder_watch is not None:
             folder_watch.cancel()
         await setup.judges.close()
-        await shutdown()
+        await (shutdown() if last else kill_ranks())
