@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from titan_rl.kernels.surrogate import Policies
-from titan_rl.wire.keywords import keywords_of
+from titan_rl.wire.user_functions import keywords_of
 
 LENGTHS = (5, 3, 4)  # of the sequences of a trial
 CLOSE = 1e-4
@@ -49,9 +49,9 @@ def own_loss(
     return torch.where(x.on_T, loss_T, zero_T), {key: torch.as_tensor(v).detach() for key, v in statistics.items()}
 
 
-def check(loss: Callable[..., Any], *, reference: bool) -> str:
+def check(loss: Callable[..., Any], name: str) -> str:
     """Return what is wrong with a user's loss, or "". Tries it on random tokens: alone, and with another row behind
-    them. `reference`: whether there are log-probs of one."""
+    them."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
 
@@ -71,7 +71,7 @@ def check(loss: Callable[..., Any], *, reference: bool) -> str:
         ratio_T = (current_T - old_T).exp()
         policies = Policies(on_T, current_T, old_T, ratio_T, advantage_T, sequence_T, rows * count)
         behaviour_T = torch.where(on_T, behaviour_T, zero_T)
-        loss_T, _ = own_loss(loss, policies, behaviour_T, reference_T if reference else None)
+        loss_T, _ = own_loss(loss, policies, behaviour_T, reference_T)
         if loss_T.requires_grad:
             loss_T.sum().backward()
         gradient_T = zero_T if logprob_T.grad is None else logprob_T.grad
@@ -81,12 +81,13 @@ def check(loss: Callable[..., Any], *, reference: bool) -> str:
         loss_T, gradient_T = trial(1)
         both_T, both_gradient_T = trial(2)
     except Exception as error:  # a user's function may raise any error
-        return f"expected it to take random tokens, found {type(error).__name__}: {error}"
+        return f"{name}: expected it to take random tokens, found {type(error).__name__}: {error}"
     for what, values_T in (("losses", loss_T), ("gradients", gradient_T)):
         if not values_T.isfinite().all():
-            return f"expected finite {what} of random tokens, found {values_T.tolist()}"
+            return f"{name}: expected finite {what} of random tokens, found {values_T.tolist()}"
     if not gradient_T.any():
-        return "expected a gradient with respect to `logprob`, found none"
+        return f"{name}: expected a gradient with respect to `logprob`, found none"
     if not (torch.allclose(loss_T, both_T, atol=CLOSE) and torch.allclose(gradient_T, both_gradient_T, atol=CLOSE)):
-        return "expected the same losses with another row behind, found others: it mixes tokens of several sequences"
+        found = "found others: it mixes tokens of several sequences"
+        return f"{name}: expected the same losses with another row behind, {found}"
     return ""

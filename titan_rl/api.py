@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:  # `import titan_rl` imports none of it
     import numpy as np
 
-    from titan_rl.batch.experience import Estimate, RewardedGroup
     from titan_rl.config.sections import Config
     from titan_rl.preflight.load import Invocation
     from titan_rl.preflight.plan import Setup
@@ -322,8 +321,11 @@ class Run:
     async def _update(
         self, groups: "list[Group]", advantage: Advantage | None, loss: Loss | None
     ) -> "tuple[list[Group], list[Sample], StepStats]":
+        from titan_rl.batch.own_advantages import estimate_of
+
         await self._parts.meshes.turn_of_trainers()
-        trained, samples = await self._verbs.learn_from(groups, advantage and _estimate(advantage))
+        estimate = advantage and estimate_of(advantage, "the advantage")
+        trained, samples = await self._verbs.learn_from(groups, estimate)
         await self._learner.accumulate(samples)
         return trained, samples, await self._learner.update(len(groups[0].rollouts), loss)
 
@@ -332,8 +334,8 @@ class Run:
         from titan_rl.wire.errors import RunError
 
         if loss not in self._checked:
-            if wrong := check(loss, reference=self.config.algorithm.compares_with_reference):
-                raise RunError(f"the loss {getattr(loss, '__qualname__', loss)}: {wrong}")
+            if wrong := check(loss, f"the loss {getattr(loss, '__qualname__', loss)}"):
+                raise RunError(wrong)
             self._checked.add(loss)
 
     async def _write(self) -> None:
@@ -381,23 +383,6 @@ class StepRecord:
 
 async def _all(calls: "Iterable[Coroutine[Any, Any, T]]") -> list[T]:
     return await asyncio.gather(*calls)
-
-
-def _estimate(advantage: Advantage) -> "Estimate":
-    """Return a user's advantages as batch/experience.py calls them."""
-    from titan_rl.wire.keywords import keywords_of, parameters_of
-
-    parameters = parameters_of(advantage)
-    arguments = ("rewards", "lengths", "group", "columns")
-    only = len(parameters) == 1 and parameters[0].name not in arguments
-
-    def estimate(group: "RewardedGroup") -> Any:
-        if only:
-            return advantage(group.rewards)
-        offered = {name: getattr(group, name) for name in arguments}
-        return advantage(**keywords_of(advantage, offered, "the advantage"))
-
-    return estimate
 
 
 def invocation_of(config: "str | os.PathLike[str] | Config", overrides: Mapping[str, Any]) -> "Invocation":

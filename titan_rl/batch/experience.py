@@ -233,20 +233,29 @@ def _estimated(group: Group, valid: ValidRollouts, estimate: Estimate) -> Arrays
         lengths=np.array([rollout.sampled for rollout, _ in valid]),
         columns=[{k: c[on] for k, c in columns.items()} for columns, on in zip(joined, sampled, strict=True)],
     )
-    advantages, name = estimate(view), f"the advantages of prompt {group.prompt.id}"
-    if len(advantages) != len(valid):
-        raise RunError(f"{name}: expected {len(valid)}, one for each rollout with a reward, found {len(advantages)}")
     found = Arrays()
-    for (_, own), on, advantage in zip(valid, sampled, advantages, strict=True):
-        values = np.asarray(advantage, np.float64)
-        if values.ndim and values.shape != (on.sum(),):
-            expected = f"a number or an array of {on.sum()}, one for each sampled token"
-            raise RunError(f"{name}: expected {expected}, found one of shape {list(values.shape)}")
-        if not np.isfinite(values).all():
-            raise RunError(f"{name}: expected finite numbers, found {advantage}")
+    for (_, own), on, values in zip(valid, sampled, sampled_advantages(view, estimate), strict=True):
         flat = np.zeros(len(on))
         flat[on] = values
         found += np.split(flat, np.cumsum([len(s.tokens) for s in own])[:-1])
+    return found
+
+
+def sampled_advantages(group: RewardedGroup, estimate: Estimate) -> Arrays:
+    """Return the estimated advantages of each rollout's sampled tokens. Raise RunError if they are unfit."""
+    advantages, name = estimate(group), f"the advantages of prompt {group.group.prompt.id}"
+    if len(advantages) != len(group.rewards):
+        expected = f"expected {len(group.rewards)}, one for each rollout with a reward"
+        raise RunError(f"{name}: {expected}, found {len(advantages)}")
+    found = Arrays()
+    for advantage, length in zip(advantages, group.lengths.tolist(), strict=True):
+        values = np.asarray(advantage, np.float64)
+        if values.ndim and values.shape != (length,):
+            expected = f"a number or an array of {length}, one for each sampled token"
+            raise RunError(f"{name}: expected {expected}, found one of shape {list(values.shape)}")
+        if not np.isfinite(values).all():
+            raise RunError(f"{name}: expected finite numbers, found {advantage}")
+        found.append(np.broadcast_to(values, (length,)))
     return found
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from titan_rl.wire.parts import module_named
-
 HERE = Path(__file__).parent
 BUILT_IN = ("calc.py", "calc_agent.py", "hunt.py")
 """Files of this folder that take the place of the user's code."""
@@ -89,24 +87,6 @@ def _trivial(function: Callable[..., Any]) -> bool:
 
 def asynchronous(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def load(name: str, key: str) -> Any:
-    """Import "module:name". `key` is the config's, for the message."""
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute) or module.startswith("."):
-        raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
-    try:
-        loaded: Any = module_named(module)
-        for part in attribute.split("."):
-            loaded = getattr(loaded, part)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
-    except SystemExit as error:
-        raise ValueError(f"{key}: expected {name!r} to import, found {error!r}") from error
-    if not callable(loaded):
-        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(loaded).__name__}")
-    return loaded
 
 
 def shortened(value: object) -> str:

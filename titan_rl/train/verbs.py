@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from titan_rl.batch.experience import Estimate, samples_of, with_advantages
+from titan_rl.batch.own_advantages import estimate_of
 from titan_rl.preflight.checks.parts import runs_code
 from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
@@ -28,6 +29,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.wire import parts
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, Judge, PhaseName, Sample
+from titan_rl.wire.user_functions import load
 
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
 
@@ -43,6 +45,10 @@ class Verbs:
         self.held_out = HeldOut(run, learner)
         distills = run.config.algorithm.needs_teacher and run.config.algorithm.teacher_context
         self.privileged = PrivilegedPrompts(run.config, run.setup.tokenizer) if distills else None
+        self._estimate: Estimate | None = None  # a user's, if algorithm.advantage names it
+        if (algorithm := run.config.algorithm).own_advantage:
+            own = load(algorithm.advantage, "algorithm.advantage")
+            self._estimate = estimate_of(own, f'algorithm.advantage = "{algorithm.advantage}"')
         self.engines_proven = False  # their log-probs equal the trainers'
 
     async def begin(self, phase: PhaseName, start: int, state: Mapping[str, Any]) -> PromptSource:
@@ -80,12 +86,12 @@ class Verbs:
         self, groups: Sequence[Group], estimate: Estimate | None = None
     ) -> tuple[list[Group], list[Sample]]:
         """Return the groups, and their samples with the columns of every role and with advantages: the algorithm's, or
-        those of `estimate`."""
+        those of `estimate`, a user's."""
         samples = samples_of(groups, self.config.algorithm)
         privileged = self.privileged.samples(groups, samples) if self.privileged is not None else ()
         samples = await self.learner.judge(samples, privileged)
         weights = training_rubric(self.config.task).weights
-        return with_advantages(groups, samples, self.config.algorithm, weights, estimate)
+        return with_advantages(groups, samples, self.config.algorithm, weights, estimate or self._estimate)
 
     async def sync(self, version: int) -> None:
         """Make the generators serve what the trainers hold, if there are generators."""

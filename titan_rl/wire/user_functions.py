@@ -1,9 +1,11 @@
-"""Calls a user's function with those of the offered arguments that it takes."""
+"""Loads the functions that a config names, and calls them with the arguments that they take."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
+
+from titan_rl.wire.parts import module_named
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
@@ -31,3 +33,21 @@ def keywords_of(
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TypeError(f"{name}: expected to require no arguments but {', '.join(offered)}, found {p}")
     return keywords
+
+
+def load(name: str, key: str) -> Any:
+    """Import "module:name". `key` is the config's, for the message."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute) or module.startswith("."):
+        raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
+    try:
+        loaded: Any = module_named(module)
+        for part in attribute.split("."):
+            loaded = getattr(loaded, part)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+    except SystemExit as error:
+        raise ValueError(f"{key}: expected {name!r} to import, found {error!r}") from error
+    if not callable(loaded):
+        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(loaded).__name__}")
+    return loaded
