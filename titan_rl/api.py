@@ -19,6 +19,8 @@ import asyncio
 import atexit
 import json
 import os
+import sys
+import sysconfig
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # `import titan_rl` imports none of it
     import numpy as np
 
     from titan_rl.config.sections import Config
+    from titan_rl.meshes.fork_servers import ForkServers
     from titan_rl.preflight.load import Invocation
     from titan_rl.preflight.plan import Setup
     from titan_rl.record.evaluation import Evaluation
@@ -58,7 +61,7 @@ def start(
     *,
     resume: bool = False,
     quiet: bool = False,
-) -> "Start":
+) -> "Starting":
     """Start the meshes of a run, with the weights served.
 
     `config`: a TOML file, the name of a shipped one, or a Config. `overrides`: keys with their values, as flags on the
@@ -68,7 +71,7 @@ def start(
     Use it as `async with titan_rl.start(...) as run`, or, in a notebook, `run = await titan_rl.start(...)` and
     `await run.close()` at the end.
     """
-    return Start(config, {"job.fresh": not resume, **(overrides or {})}, quiet)
+    return Starting(config, {"job.fresh": not resume, **(overrides or {})}, quiet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Stats:
         return f"reward {self.reward:.3f}, loss {self.loss:.4g}, gradient {self.grad_norm:.3g}"
 
 
-class Start:
+class Starting:
     """A run that is about to start: await it, or enter it."""
 
     def __init__(
@@ -102,12 +105,17 @@ class Start:
 
     async def __aenter__(self) -> "Run":
         global _started
+        from titan_rl.preflight.refusal import ConfigRefused
+
         if _started:
             raise RuntimeError("expected one run at a time in a process, found one that is up: close it first")
         async with AsyncExitStack() as stack:
             _started = True
             stack.callback(_ended)
-            run = await stack.enter_async_context(_opened(*self._given))
+            try:
+                run = await stack.enter_async_context(_opened(*self._given))
+            except ConfigRefused as error:
+                raise error.with_traceback(None) from None  # its message is enough
             run._open = self._open = stack.pop_all()
             return run
         raise AssertionError
@@ -189,7 +197,8 @@ class Run:
         self.step += 1
         self._cursor.trained(self.step, trained)
         self._record = StepRecord(self.step, trained, stats, self._cursor.take_dropped())
-        if (hopeless := self._health.after(self.step, stats, trained, samples)) is not None:
+        hopeless = self._health.after(self.step, stats, trained, samples)
+        if hopeless is not None:
             raise hopeless
         await self._driven(self._learner.snapshot(self.step, self._saved_state))
         rewards = [rollout.reward for group in trained for rollout in group.rollouts if rollout.valid]
@@ -301,7 +310,8 @@ class Run:
         if not good:
             why = f": {groups[0].failure}" if groups and isinstance(groups[0], Unjudged) else ""
             raise RunError(f"step {step}: expected groups to train on, found none{why}")
-        if len(sizes := {len(group.rollouts) for group in good}) > 1:
+        sizes = {len(group.rollouts) for group in good}
+        if len(sizes) > 1:
             raise RunError(f"step {step}: expected groups of one size, found {sorted(sizes)}")
         oldest = self.step - self.config.rollout.max_staleness_steps
         for group in good:
@@ -334,8 +344,10 @@ class Run:
         from titan_rl.wire.errors import RunError
 
         if loss not in self._checked:
-            if wrong := check(loss, f"the loss {getattr(loss, '__qualname__', loss)}"):
+            wrong = check(loss, f"the loss {getattr(loss, '__qualname__', loss)}")
+            if wrong:
                 raise RunError(wrong)
+            _send_by_value(loss)
             self._checked.add(loss)
 
     async def _write(self) -> None:
@@ -350,7 +362,8 @@ class Run:
             self._parts.report.step(
                 record.step, record.groups, record.stats, sync, found, dropped=dropped, backlog=backlog
             )
-            if (written := self._parts.report.written()) is not None:
+            written = self._parts.report.written()
+            if written is not None:
                 self._cursor.ledger.logged(written[0], *written[1:])
 
     def _saved_state(self) -> str:
@@ -385,6 +398,16 @@ async def _all(calls: "Iterable[Coroutine[Any, Any, T]]") -> list[T]:
     return await asyncio.gather(*calls)
 
 
+def _send_by_value(loss: Loss) -> None:
+    """Have a function's module sent to the trainers with it, unless it is installed, where they find it too."""
+    import cloudpickle  # Monarch's
+
+    module = sys.modules.get(loss.__module__)
+    file = getattr(module, "__file__", None)
+    if module is not None and file and not Path(file).is_relative_to(sysconfig.get_paths()["purelib"]):
+        cloudpickle.register_pickle_by_value(module)
+
+
 def invocation_of(config: "str | os.PathLike[str] | Config", overrides: Mapping[str, Any]) -> "Invocation":
     """Return the checked run of a config. Raise ConfigRefused with every problem."""
     from titan_rl.config.sections import Config
@@ -409,22 +432,24 @@ def _written(config: "Config") -> str:
 
 
 @cache
-def _sockets() -> Path:
-    """Return the folder of this process's sockets: Monarch keeps some open between two runs."""
+def _servers() -> "ForkServers":
+    """Return this process's fork servers, with the folder of its sockets. Both stay until it exits: Monarch keeps some
+    sockets open between two runs, and the next start is faster."""
     from titan_rl.environment import socket_folder
+    from titan_rl.meshes.fork_servers import serving
 
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(socket_folder())
+    return stack.enter_context(serving(stack.enter_context(socket_folder())))
 
 
 @asynccontextmanager
 async def _opened(config: Any, overrides: Mapping[str, Any], quiet: bool) -> "AsyncIterator[Run]":
     from titan_rl.environment import prepare_environment
-    from titan_rl.meshes.fork_servers import KINDS, serving
+    from titan_rl.meshes.fork_servers import KINDS
 
+    servers = _servers()
     with ExitStack() as stack:
-        servers = stack.enter_context(serving(_sockets()))
         invocation = invocation_of(config, overrides)
         servers.keep(() if invocation.device == "cuda" else KINDS)
         setup, terminal = _planned(invocation, quiet, stack)

@@ -3,7 +3,7 @@
     def quantile(rewards):
         return rewards - np.quantile(rewards, 0.75)
 
-It takes those of these arguments that it names; a function of one argument gets the rewards:
+It takes those of these arguments that it names; one that names none, and requires one argument, gets the rewards:
 
     rewards    [n], of the rollouts that have one, less their penalties for length
     lengths    [n] sampled tokens
@@ -30,7 +30,7 @@ REWARDS = (0.0, 1.0, 0.25, 1.0)  # of a trial
 def estimate_of(advantage: Callable[..., Any], name: str) -> Estimate:
     """Return a user's function as experience.py calls it. `name` begins its error messages."""
     parameters = parameters_of(advantage)
-    only = len(parameters) == 1 and parameters[0].name not in ARGUMENTS
+    only = not any(p.name in ARGUMENTS for p in parameters) and sum(p.default is p.empty for p in parameters) == 1
 
     def estimate(group: RewardedGroup) -> Sequence[float | np.ndarray]:
         if only:

@@ -211,7 +211,7 @@ class AlgorithmSection:
     "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios; "vespo" weighs whole sequences.
     "clip_cov" and "kl_cov" hold back tokens that would lower the entropy most (docs/algorithms.md)."""
     loss: str = ""
-    """Your own "package.module:function" of a token's log-prob and advantage, in the place of clip (docs/algorithms.md).
+    """Your own "package.module:function" of a token's log-prob and advantage, instead of clip (docs/algorithms.md).
     Empty: clip."""
     clip_low: float = bounds(0.2, ge=0, le=1)
     """Clip the ratio from below at 1 - clip_low. Of "gmpo": the log-ratio at -clip_low. Of "dppo_*" and "prob_diff":
