@@ -173,7 +173,10 @@ class Run:
         greedy = self.config.algorithm.advantage == "greedy"
         scoring = [self._sampler(len(group.rollouts) - greedy).score(group) for group in groups]
         with self._parts.clock("generate"):
-            return await self._driven(_all(scoring))
+            judged = await self._driven(_all(scoring))
+        for group in judged:
+            self._cursor.sampled(group)
+        return judged
 
     async def train(
         self, groups: "Sequence[Group]", *, advantage: Advantage | None = None, loss: Loss | None = None

@@ -32,6 +32,7 @@ class PromptCursor:
         return prompt
 
     def sampled(self, group: Group) -> None:
+        """Take a group, or the same group with rewards."""
         if group.prompt.id in self._open:
             self._sampled[group.prompt.id] = group
 
