@@ -14,13 +14,16 @@ the loss. `old` is the proximal policy's log-prob if there is one (decoupled PPO
 All operations are plain torch, differentiated by autograd.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from titan_rl.config.sections import Level
 from titan_rl.kernels.kl import MAX_LOG_RATIO, kl_estimate
 from titan_rl.kernels.off_policy import off_policy_weights
+from titan_rl.kernels.own_loss import own_loss
 from titan_rl.kernels.selections import largest_share
 from titan_rl.kernels.statistics import (
     Statistics,
@@ -30,7 +33,7 @@ from titan_rl.kernels.statistics import (
     masked_min,
     masked_sum,
 )
-from titan_rl.kernels.surrogate import CLIPS, Policies, Surrogate, sequence_log_ratio
+from titan_rl.kernels.surrogate import CLIPS, Clipped, Policies, Surrogate, sequence_log_ratio
 from titan_rl.wire.types import RATIO_EDGES
 
 
@@ -47,6 +50,7 @@ class Tokens:
     proximal: torch.Tensor | None = None  # log-prob before the step's first update
     reference: torch.Tensor | None = None
     divergence: torch.Tensor | None = None  # from the teacher, with its gradient
+    own_loss: Callable[..., Any] | None = None  # a user's, in the place of the surrogate (own_loss.py)
 
 
 def policy_loss(
@@ -64,7 +68,12 @@ def policy_loss(
     log_ratio_T = ratio_of(current_T, old_T, on_T, tokens, surrogate.ratio)
     ratio_T = log_ratio_T.exp()
     policies = Policies(on_T, current_T, old_T, ratio_T, advantage_T, tokens.sequence, tokens.sequences)
-    clipped = CLIPS[surrogate.clip](policies, surrogate)
+    own = dict[str, torch.Tensor]()
+    if tokens.own_loss is not None:
+        loss_T, own = own_loss(tokens.own_loss, policies, behaviour_T, tokens.reference)
+        clipped = Clipped(loss_T)
+    else:
+        clipped = CLIPS[surrogate.clip](policies, surrogate)
     if tokens.divergence is not None:
         loss_T, limited_T = selected(tokens.divergence), ratio_T.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
         clipped = replace(clipped, loss_T=limited_T.detach() * loss_T if surrogate.clip == "cispo" else loss_T)
@@ -100,6 +109,7 @@ def policy_loss(
                 "ratio/mean": masked_sum(ratio_T, on_T),
                 "clip_ratio/low": count(clipped.low_T),
                 "clip_ratio/high": count(clipped.high_T),
+                **{f"own/{name}": masked_sum(values_T, on_T) for name, values_T in own.items()},
                 "clip_ratio/dual": count(clipped.dual_T),
             }
         )

@@ -181,7 +181,7 @@ class Watch:
         """Ignore ranks whose mesh name begins with one of `tended`: their mesh handles its failures."""
         self._tended = tuple(tended)
         self._loop = asyncio.get_running_loop()
-        self._driven: asyncio.Task[Any] | None = None
+        self._driven = set[asyncio.Task[Any]]()
         self._listening = ExitStack()
         self._listening.enter_context(deaths.listening(self._death))
         self._forget()
@@ -189,8 +189,10 @@ class Watch:
 
     async def drive(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, or raise once a rank dies or fails. If a death caused the failure, raise the death."""
-        self._forget()
-        task = self._driven = asyncio.create_task(work)
+        if not self._driven:
+            self._forget()
+        task = asyncio.create_task(work)
+        self._driven.add(task)
         try:
             return await task
         except RunError as error:
@@ -201,24 +203,23 @@ class Watch:
                 raise  # Ctrl-C
             raise await self.cause(self.failures[0]) from None
         finally:
-            self._driven = None
+            self._driven.discard(task)
 
     def fail(self, error: RunError) -> None:
         """End the driven work with an error that no rank has."""
         self.failures.append(error)
-        if self._driven is not None:
-            self._driven.cancel()
-            self._driven = None
+        driven, self._driven = self._driven, set()
+        for task in driven:
+            task.cancel()
 
     def close(self) -> None:
         """Stop watching, because processes are about to be ended on purpose."""
-        self._driven = None
+        self._driven.clear()
         self._listening.close()
         monarch.actor.unhandled_fault_hook = lambda _: None
 
     async def cause(self, error: RunError) -> RunError:
         """Return the death that caused a rank's error if one is reported in time, else the error itself."""
-        self._driven = None
         if not error.rank:
             return error
         if not isinstance(error, RankDied):

@@ -1,11 +1,33 @@
-"""titan_rl: RL post-training with Monarch meshes, TorchTitan trainers and vLLM generators."""
+"""RL post-training for language models. `start` begins a run whose loop is your own; api.py has an example."""
 
-import os
-import sys
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from titan_rl.api import Run, Stats, start
+    from titan_rl.config.sections import Config
+    from titan_rl.preflight.refusal import ConfigRefused
+    from titan_rl.wire.errors import RunError
+    from titan_rl.wire.types import Group, Prompt, Rollout
 
-if sys.argv[:1] == ["-m"] and sys.path and os.path.exists(sys.path[0]) and os.path.samefile(sys.path[0], "."):
-    # `python -m` puts the current folder first, where a stray json.py would replace the library's. Last, it still has a
-    # reward's module. What Python itself imports before this line (contextlib, importlib) cannot be helped.
-    sys.path.append(sys.path.pop(0))
+__all__ = ["Config", "ConfigRefused", "Group", "Prompt", "Rollout", "Run", "RunError", "Stats", "start"]
+
+PLACES = {
+    "Config": "config.sections",
+    "ConfigRefused": "preflight.refusal",
+    "Group": "wire.types",
+    "Prompt": "wire.types",
+    "Rollout": "wire.types",
+    "Run": "api",
+    "RunError": "wire.errors",
+    "Stats": "api",
+    "start": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: programs that need none of it start at once."""
+    from importlib import import_module
+
+    if name not in PLACES:
+        raise AttributeError(f"module 'titan_rl' has no attribute {name!r}")
+    return getattr(import_module(f"titan_rl.{PLACES[name]}"), name)

@@ -28,32 +28,19 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from titan_rl.batch.experience import samples_of, with_advantages
-from titan_rl.preflight.checks.parts import runs_code
 from titan_rl.preflight.memory import measured_trainer
-from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
-from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
-from titan_rl.rollout.judges import by_model
-from titan_rl.rollout.sampling import StreamSettings
-from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
-from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, supervised
-from titan_rl.train import engine_proof
 from titan_rl.train.health import Health
-from titan_rl.train.held_out import HeldOut
 from titan_rl.train.hf_folder import export_policy
-from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
-from titan_rl.wire import parts
+from titan_rl.train.verbs import Verbs
 from titan_rl.wire.reports import SyncStats
-from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, PhaseName, Prompt, Sample
 
-BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
 NO_PROMPTS: Mapping[PhaseName, Collection[int]] = {"cold_start": (), "rl": ()}
 
 
@@ -63,7 +50,7 @@ class Controller:
     def __init__(
         self,
         run: RunParts,
-        learner: Learner,
+        verbs: Verbs,
         resume: Resume,
         *,
         attempt: int = 1,
@@ -73,15 +60,12 @@ class Controller:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at; steps with the
         ids in `bad_prompts` were undone."""
         self.run, self.setup, self.config = run, run.setup, run.config
-        if runs_code(run.config) and (configure := parts.part("sandbox settings")):
-            configure(run.config.sandbox)
-        self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
+        self.verbs, self.meshes, self.weights, self.learner = verbs, run.meshes, run.weights, verbs.learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn, run.report.cause, self.note_memory)
         self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
-        self.loop = StepLoop(run, learner, resume)
-        self.held_out = HeldOut(run, learner)
-        self.engines_proven = False  # their log-probs equal the trainers'
+        self.loop = StepLoop(run, verbs.learner, resume)
+        self.held_out = verbs.held_out
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
@@ -114,7 +98,7 @@ class Controller:
             finally:
                 self.record_checksums(stream)  # another attempt may continue after this step
         if not self.stop.requested:
-            await self.wait_for_sync()
+            await self.verbs.wait_for_sync()
 
     async def rl_step(self, stream: RolloutStream, n: int) -> StepDone | None:
         """Make step n. Return None if a stop interrupted it before its update was made."""
@@ -142,7 +126,7 @@ class Controller:
         have accumulated the samples by then."""
         groups, samples = list[Group](), list[Sample]()
         async for part in self.rewarded_groups(stream, n):
-            judged_groups, judged_samples = await self.judge(part)  # -> reference, teacher, critic ->
+            judged_groups, judged_samples = await self.verbs.learn_from(part)  # -> reference, teacher, critic ->
             await self.learner.accumulate(judged_samples)  # -> trainers, if the step is streamed
             groups += judged_groups
             samples += judged_samples
@@ -163,12 +147,6 @@ class Controller:
         while (part := await self.weights.or_sync_error(anext(parts, None))) is not None:
             yield part
 
-    async def judge(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
-        """Return the groups, and their samples with the columns of every role and with advantages."""
-        samples = samples_of(groups, self.config.algorithm)
-        samples = await self.learner.judge(samples, groups)
-        return with_advantages(groups, samples, self.config.algorithm, training_rubric(self.config.task).weights)
-
     @property
     def overlaps(self) -> bool:
         """True if generators take weights while the trainers make the next step."""
@@ -183,7 +161,7 @@ class Controller:
             sync = await self.weights.begin_sync(n, admit)
         else:
             sync = await self.weights.sync(n)
-        return sync, await self.evaluate(n) if self.held_out.due(n) else []
+        return sync, await self.verbs.evaluate(n) if self.held_out.due(n) else []
 
     def record_checksums(self, stream: RolloutStream) -> None:
         """Write the checksums of the last step's log lines into the ledger."""
@@ -221,8 +199,8 @@ class Controller:
         return StepDone(examples.state_dict() | unmeasured, hopeless=hopeless)
 
     async def sync_and_evaluate(self, n: int) -> list[Evaluation]:
-        await self.sync(n)
-        return await self.evaluate(n)
+        await self.verbs.sync(n)
+        return await self.verbs.evaluate(n)
 
     async def cold_start(self) -> None:
         """Train on the task's own answers before RL: sampling needs something to find."""
@@ -231,7 +209,7 @@ class Controller:
         if state.get("enough"):
             return
         examples = await self.begin("cold_start", start, state)
-        if state.get(UNMEASURED) and await self.practice() >= cold.stop_at:
+        if state.get(UNMEASURED) and await self.verbs.practice() >= cold.stop_at:
             return
         step = partial(self.cold_start_step, examples)
         with self.report.fitting("cold start", start, cold.steps):
@@ -246,7 +224,7 @@ class Controller:
             return None
         self.report.cold_start(n, stats)
         measures = bool(cold.stop_at) and n % cold.stop_interval == 0
-        score = await self.stop.in_time(self.practice()) if measures else 0.0
+        score = await self.stop.in_time(self.verbs.practice()) if measures else 0.0
         enough = measures and score is not None and score >= cold.stop_at
         unmeasured = {UNMEASURED: True} if score is None else {}
         state = examples.state_dict() | {"enough": enough} | unmeasured
@@ -275,95 +253,19 @@ class Controller:
         """Give every mesh its weights, and return the phase's prompts. Evaluate first if no training precedes or
         follows, or if a stop cut the evaluation of step `start` short."""
         rl = phase == "rl"
-        if rl:
-            await self.learner.begin(start)
-        seed = derive(self.config.debug.seed, "prompts", phase)
-        prompts = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
-        if start:
-            prompts.load_state_dict(state)
-        version = start if rl else BEFORE_RL
-        await self.sync(version)
-        await self.prove_engines(version)
+        prompts = await self.verbs.begin(phase, start, state)
         self.began(start)
         if rl and (start in (0, self.config.training.steps) or state.get(UNMEASURED)):
-            if evaluations := await self.evaluate(start):
+            if evaluations := await self.verbs.evaluate(start):
                 self.report.eval(start, evaluations)
-        elif start == 0 and (evaluations := await self.evaluate(None)):
+        elif start == 0 and (evaluations := await self.verbs.evaluate(None)):
             self.report.before_cold_start(evaluations)
         return prompts
-
-    async def prove_engines(self, version: int) -> None:
-        """Raise unless the engines give the trainers' log-probs, after the first sync of this attempt."""
-        generators = self.meshes.generators
-        if generators is None or self.engines_proven:
-            return
-        if not generators.replicas:  # the only one was lost together with the trainers: its successor is asked
-            await generators.settled()
-        continuations = await engine_proof.sample_continuations(self.setup, generators, len(generators.replicas))
-        await self.meshes.turn_of_trainers()
-        scores = await self.learner.scores([continuation.sample for continuation in continuations])
-        gap = engine_proof.logprob_gap(continuations, scores, self.config)
-        self.engines_proven = True
-        self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
-        if self.meshes.colocated:
-            await self.sync(version)  # wakes the engines
-
-    async def sync(self, version: int) -> None:
-        """Make the generators serve what the trainers hold, if there are generators."""
-        if self.weights is not None:
-            await self.weights.sync(version)
-
-    async def wait_for_sync(self) -> None:
-        if self.weights is not None:
-            await self.weights.settle()
-
-    async def evaluate(self, n: int | None) -> list[Evaluation]:
-        """Measure the held-out problems, if there are any, once the generators serve the newest weights. `n`: the step
-        that made them."""
-        if not self.held_out.sets:
-            return []
-        await self.wait_for_sync()
-        return await self.held_out.measure(n)
-
-    async def practice(self) -> float:
-        """Return the score on training problems."""
-        await self.sync(BEFORE_RL)
-        return await self.held_out.practice()
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
         """Open the ledger, and return the stream that samples the rest of the run's groups."""
         assert self.meshes.generators is not None
-        reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
-        ledger = Ledger(self.setup.folder, self.run.terminal.warn)
-        ledger.begun(
-            start,
-            cut.get("next", 0),
-            cut.get("open", ()),
-            attempt=self.attempt,
-            bounds=bounds_of(config),
-            bad_rows=self.setup.task.bad_rows,
-            changed=next((cut.changed for cut in cuts(self.setup.folder) if cut.step == start), {}),
-        )
-        if reward_model is None:
-            judge = self.setup.judges.judge(training_rubric(config.task), REWARD_ATTEMPTS)
-        else:
-            judge = by_model(reward_model, config, tokenizer.pad, self.learner.packer.rows)
-        grader = grader_rubric(config.task)
-        settings = StreamSettings(
-            algorithm=config.algorithm,
-            weights=training_rubric(config.task).weights,
-            correct_at=config.curriculum.correct_at,
-            rollout=config.rollout,
-            sampling=self.setup.sampling,
-            seed=config.debug.seed,
-            first=start + 1,
-            groups=(config.training.steps - start) * config.rollout.groups_per_step,
-            attempt=self.attempt,
-            bad_prompts=frozenset(self.bad_prompts["rl"]),
-            driver=self.meshes.environments,
-            limits=SessionLimits.of(config, played=self.meshes.environments is not None),
-            warn=self.run.terminal.warn,
-            grade=grader and self.setup.judges.judge(grader),
-            modelled=reward_model is not None,
-        )
-        return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)
+        ledger = self.verbs.ledger(start, cut, self.attempt)
+        settings = self.verbs.sampling(start, attempt=self.attempt, bad_prompts=self.bad_prompts["rl"])
+        judge, decode = self.verbs.judge(), self.setup.tokenizer.decode
+        return RolloutStream(settings, self.meshes.generators, prompts, judge, decode, self.clock, ledger)

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES
@@ -13,7 +15,7 @@ from titan_rl.record.run_folder import Resume, folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.sinks import timeline, tracking
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.bring_up import Launch, launch, shutdown
+from titan_rl.train.bring_up import Launch, kill_ranks, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
 from titan_rl.train.regrowth import Regrowth
@@ -21,6 +23,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.train.snapshots import start_snapshots
 from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop
+from titan_rl.train.verbs import Verbs
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.spans import Clock
@@ -29,10 +32,42 @@ from titan_rl.wire.spans import Clock
 async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -> bool:
     """Return True when the run is finished, False when it was stopped and has saved its state. `launched` starts the
     meshes, and stops them."""
-    task = asyncio.current_task()
+    task, clock = asyncio.current_task(), Clock()
     assert task is not None
-    config, folder, clock = setup.config, setup.folder, Clock()
-    stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
+    stop = Stop(task, clock, terminal, setup.config.fault.stop_grace_seconds)
+    async with opened(setup, terminal, stop, clock, launched) as run:
+        recovery = Recovery(run)
+
+        async def attempt(resume: Resume) -> None:
+            if recovery.attempt > 1:
+                run.report.rewind(resume.kept_rl, resume.kept_cold_start)
+            run.report.ready(resume.rl or 0, setup.task.bad_rows)
+            controller = Controller(
+                run,
+                Verbs(run, learner),
+                resume,
+                attempt=recovery.attempt,
+                began=recovery.began,
+                bad_prompts=recovery.bad_prompts,
+            )
+            await controller.drive()
+
+        learner = Learner(run)
+        await recovery.drive(attempt)
+        stop.end()
+        run.report.done(finished=not stop.requested)
+        if stop.given_up:
+            raise asyncio.CancelledError  # ranks may be busy: call none of them again
+    return not stop.requested
+
+
+@asynccontextmanager
+async def opened(
+    setup: Setup, terminal: Terminal, stop: Stop, clock: Clock, launched: Launch = launch, *, last: bool = True
+) -> AsyncIterator[RunParts]:
+    """Start the meshes, connect the weights and open the files of a run. Take all of it down at the end. `last`: this
+    process starts no other run, which Monarch could not once it is shut down."""
+    config, folder = setup.config, setup.folder
     socket = Path(os.environ["TMPDIR"]) / "control"
     incidents = Incidents(folder, config.fault, terminal.warn, setup.model_folder)
     folder_watch: asyncio.Task[None] | None = None
@@ -69,31 +104,9 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                 Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,
             ):
                 regrowth = Regrowth(meshes.trainers, meshes.rank_places, config, incidents)
-                run = RunParts(
+                yield RunParts(
                     setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth
                 )
-                learner, recovery = Learner(run), Recovery(run)
-
-                async def attempt(resume: Resume) -> None:
-                    if recovery.attempt > 1:
-                        log.rewind(resume.kept_rl, resume.kept_cold_start)
-                    report.ready(resume.rl or 0, setup.task.bad_rows)
-                    controller = Controller(
-                        run,
-                        learner,
-                        resume,
-                        attempt=recovery.attempt,
-                        began=recovery.began,
-                        bad_prompts=recovery.bad_prompts,
-                    )
-                    await controller.drive()
-
-                await recovery.drive(attempt)
-                stop.end()
-                report.done(finished=not stop.requested)
-                if stop.given_up:
-                    raise asyncio.CancelledError  # ranks may be busy: call none of them again
-        return not stop.requested
     except (OSError, RunError):
         if (lost := folder_lost(folder, folder_before)) is not None:  # a write may have failed before the watch looked
             raise lost from None
@@ -102,4 +115,4 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
         if folder_watch is not None:
             folder_watch.cancel()
         await setup.judges.close()
-        await shutdown()
+        await (shutdown() if last else kill_ranks())

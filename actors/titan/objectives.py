@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from titan_rl.actors.titan.entropy_control import EntropyControl
 from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
@@ -14,6 +15,7 @@ from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Batch
+from titan_rl.wire.user_functions import load
 
 VALUE_CLIP = 0.2
 """Maximum change of the critic's value of a token within one step."""
@@ -55,6 +57,7 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
             divergence=next(iter(divergence), None),
+            own_loss=batch.loss or loaded_loss(algorithm.loss),
         )
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 
@@ -71,6 +74,12 @@ class Objectives:
             weight_T=rows.weights,
             clip=VALUE_CLIP,
         )
+
+
+@cache
+def loaded_loss(name: str) -> Callable[..., Any] | None:
+    """Return the user's loss that a config names, if it names one."""
+    return load(name, "algorithm.loss") if name else None
 
 
 def surrogate_of(a: AlgorithmSection, entropy_coef: float) -> Surrogate:

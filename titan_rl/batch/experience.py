@@ -6,8 +6,8 @@ its sampled tokens in the order of its turns.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, zip_longest
 from types import MappingProxyType
 from typing import get_args
@@ -24,6 +24,20 @@ from titan_rl.wire.types import Group, Rollout, Sample
 Arrays = list[np.ndarray]  # one per sample, an entry per token
 Weights = Mapping[str, float]  # by the name of a reward in Rollout.parts
 NO_WEIGHTS: Weights = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedGroup:
+    """A group as an estimate of advantages sees it: its rollouts that have a reward."""
+
+    group: Group
+    rewards: np.ndarray  # [n], without the penalties for length
+    lengths: np.ndarray  # [n] sampled tokens
+    columns: Sequence[Mapping[str, np.ndarray]]  # of each rollout, an entry for each sampled token
+
+
+Estimate = Callable[[RewardedGroup], Sequence[float | np.ndarray]]
+"""Returns the advantage of each of a group's rollouts, or an array with that of each of its sampled tokens."""
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
@@ -68,10 +82,15 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
 
 
 def with_advantages(
-    groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection, weights: Weights = NO_WEIGHTS
+    groups: Sequence[Group],
+    samples: Sequence[Sample],
+    algorithm: AlgorithmSection,
+    weights: Weights = NO_WEIGHTS,
+    estimate: Estimate | None = None,
 ) -> tuple[list[Group], list[Sample]]:
     """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups.
-    `weights`: of the rewards that "per_reward" normalizes one by one."""
+    `weights`: of the rewards that "per_reward" normalizes one by one. `estimate` takes the place of
+    algorithm.advantage."""
     _refuse_opponents(groups)
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
@@ -80,7 +99,10 @@ def with_advantages(
     valid = [[(r, [next(remaining) for _ in r.branches]) for _, r in rollouts] for rollouts in trained]
     returns: Arrays | None = None
     gains = _teacher_gains(samples, on, lengths) if algorithm.needs_teacher else []
-    if algorithm.advantage in get_args(GroupBaseline):
+    if estimate is not None:
+        found = [a for group, r in zip(groups, valid, strict=True) if r for a in _estimated(group, r, estimate)]
+        advantages = _cut(np.where(on, _flat(found), 0.0), lengths)
+    elif algorithm.advantage in get_args(GroupBaseline):
         by_turn = algorithm.credit == "turn"
         estimates = (_of_turns(r, algorithm) if by_turn else _of_rollouts(r, algorithm, weights) for r in valid)
         advantages = _cut(np.where(on, _flat(chain.from_iterable(estimates)), 0.0), lengths)
@@ -197,6 +219,42 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
 
 
 ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
+
+
+def _estimated(group: Group, valid: ValidRollouts, estimate: Estimate) -> Arrays:
+    """Return the advantages of a group's samples by a user's estimate."""
+    sampled = [np.concatenate([branch.mask for branch in rollout.branches]) > 0 for rollout, _ in valid]
+    joined = [{name: _flat(s.columns[name] for s in own) for name in own[0].columns} if own else {} for _, own in valid]
+    view = RewardedGroup(
+        group,
+        rewards=np.array([rollout.signal for rollout, _ in valid]),
+        lengths=np.array([rollout.sampled for rollout, _ in valid]),
+        columns=[{k: c[on] for k, c in columns.items()} for columns, on in zip(joined, sampled, strict=True)],
+    )
+    found = Arrays()
+    for (_, own), on, values in zip(valid, sampled, sampled_advantages(view, estimate), strict=True):
+        flat = np.zeros(len(on))
+        flat[on] = values
+        found += np.split(flat, np.cumsum([len(s.tokens) for s in own])[:-1])
+    return found
+
+
+def sampled_advantages(group: RewardedGroup, estimate: Estimate) -> Arrays:
+    """Return the estimated advantages of each rollout's sampled tokens. Raise RunError if they are unfit."""
+    advantages, name = estimate(group), f"the advantages of prompt {group.group.prompt.id}"
+    if len(advantages) != len(group.rewards):
+        expected = f"expected {len(group.rewards)}, one for each rollout with a reward"
+        raise RunError(f"{name}: {expected}, found {len(advantages)}")
+    found = Arrays()
+    for advantage, length in zip(advantages, group.lengths.tolist(), strict=True):
+        values = np.asarray(advantage, np.float64)
+        if values.ndim and values.shape != (length,):
+            expected = f"a number or an array of {length}, one for each sampled token"
+            raise RunError(f"{name}: expected {expected}, found one of shape {list(values.shape)}")
+        if not np.isfinite(values).all():
+            raise RunError(f"{name}: expected finite numbers, found {advantage}")
+        found.append(np.broadcast_to(values, (length,)))
+    return found
 
 
 def _of_rewards(rollouts: Sequence[Rollout], algorithm: AlgorithmSection, weights: Weights) -> list[float]:

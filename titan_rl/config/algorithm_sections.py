@@ -167,10 +167,11 @@ class AlgorithmSection:
 
     name: AlgorithmName = "grpo"
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
-    advantage: Advantage = "group"
+    advantage: Advantage = field(default="group", metadata={"own": True})
     """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
     others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer's reward ("greedy"), one per
-    token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards."""
+    token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards. Or your own
+    "package.module:function" of a group's rewards (docs/algorithms.md)."""
     teacher_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the teacher's log-prob less the sampling log-prob, which is added to each token's advantage of rewards.
     0: no teacher, unless advantage = "teacher", which uses nothing else."""
@@ -209,6 +210,9 @@ class AlgorithmSection:
     """"ppo" clips the objective; "cispo" the weight of the log-prob; "sapo" fades the gradient out. "dppo_*" and
     "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios; "vespo" weighs whole sequences.
     "clip_cov" and "kl_cov" hold back tokens that would lower the entropy most (docs/algorithms.md)."""
+    loss: str = ""
+    """Your own "package.module:function" of a token's log-prob and advantage, instead of clip (docs/algorithms.md).
+    Empty: clip."""
     clip_low: float = bounds(0.2, ge=0, le=1)
     """Clip the ratio from below at 1 - clip_low. Of "gmpo": the log-ratio at -clip_low. Of "dppo_*" and "prob_diff":
     largest fall of a probability, or the largest KL."""
@@ -339,6 +343,11 @@ class AlgorithmSection:
     def compares_with_reference(self) -> bool:
         """Return True if the loss or the reward has the reference's log-probs."""
         return self.name in ("dpo", "ipo", "kto") or (self.kind == "rl" and (self.kl_coef > 0 or self.online_pairs))
+
+    @property
+    def own_advantage(self) -> bool:
+        """Return True if `advantage` names a user's function."""
+        return ":" in self.advantage
 
     @property
     def online_pairs(self) -> bool:

@@ -65,6 +65,7 @@ class Key:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    own: bool = False  # the name of a user's function is a value, too
 
     @property
     def choices(self) -> tuple[str | bool, ...]:
@@ -78,7 +79,7 @@ class Key:
     @property
     def kind(self) -> str:
         return (
-            " | ".join(as_text(choice) for choice in self.choices)
+            " | ".join([*map(as_text, self.choices), *["package.module:function"] * self.own])
             or f"{inspect.formatannotation(self.type)} {self.range}".rstrip()
         )
 
@@ -93,7 +94,8 @@ class Key:
     @property
     def expected(self) -> str:
         if self.choices:
-            return "one of " + ", ".join(map(as_toml, self.choices))
+            own = ', or your own "package.module:function"' if self.own else ""
+            return "one of " + ", ".join(map(as_toml, self.choices)) + own
         nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
         many = {
             list[int]: "a list of integers",
@@ -105,6 +107,8 @@ class Key:
         return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
     def accepts(self, value: Any) -> bool:
+        if self.own and type(value) is str and ":" in value:
+            return True
         if self.choices:
             return any(type(value) is type(choice) and value == choice for choice in self.choices)  # 1 == True
         if get_origin(self.type) is list:

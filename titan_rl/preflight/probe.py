@@ -8,6 +8,7 @@ child, and is one line.
 
 import importlib
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from titan_rl.config.sections import TaskSection
@@ -21,16 +22,21 @@ from titan_rl.tasks.rubric import judge_once, users_place
 from titan_rl.text.tokenizer import messages_of
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.types import Prompt
+from titan_rl.wire.user_functions import load
 
 PROBE_SECONDS = 30  # to import a module, and again to call its function
 EXTERNAL_FACTOR = 5  # times PROBE_SECONDS, if environment.python imports it: nothing has read its packages yet
 IMPORTING, CALLING, CONSTRUCTED, RESET, TOOLS = "importing", "calling", "constructed", "reset", "tools"
+TRIED = "tried"
 STAGES = {
     IMPORTING: "be imported",
     CALLING: "return a number for the first row",
     CONSTRUCTED: "be constructed for the first row",
     RESET: "be reset for the first row",
+    TRIED: "take random numbers",
 }
+ALGORITHMS = {"algorithm.advantage": "titan_rl.batch.own_advantages", "algorithm.loss": "titan_rl.kernels.own_loss"}
+"""Keys of a user's part of the algorithm, and the module with its check."""
 
 
 PLAYERS = ("environment.name", "task.agent")
@@ -53,8 +59,9 @@ def probe(
     environment: EnvironmentSection = EnvironmentSection(),  # noqa: B008 (frozen)
 ) -> Iterator[str]:
     """Yield the problem of `name`, if it has one. A reward is imported, and called with the prompt's own answer; an
-    override is imported and must be registered; an environment or an agent is imported as `environment` configures, and
-    a user's environment is constructed, reset and closed for the prompt."""
+    override is imported and must be registered; an advantage or a loss is tried on random numbers; an environment or an
+    agent is imported as `environment` configures, and a user's environment is constructed, reset and closed for the
+    prompt."""
     seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment.python else 1)
     question = Question(key, name, prompt, arguments, environment)
     longest = max(seconds, environment.turn_seconds)
@@ -105,6 +112,10 @@ def problem_of(question: Question, begin: Write) -> str:
         if key in PLAYERS:
             rehearse = needed_part("rehearsal of environments", key)
             rehearse(question, next_stage, lambda tools: begin({TOOLS: tools}, None))
+        elif key in ALGORITHMS:
+            check = import_module(ALGORITHMS[key]).check
+            next_stage(TRIED, "be tried")
+            return check(load(name, key), f"{key} = {name!r}")
         elif key != "task.reward":
             from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
 

@@ -3,8 +3,9 @@
 import functools
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -36,8 +37,32 @@ def written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else as_toml(value)
 
 
+class ConfigRefused(ValueError):
+    """A config cannot be run; `problems` has a line for each reason."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        lines = [f"{counted(len(problems), 'problem')} in {printable(source) or 'the config'}", *problems[:MOST_LINES]]
+        super().__init__("\n  - ".join(lines))
+        self.problems = list(problems)
+
+
+_raises: ContextVar[bool] = ContextVar("raises", default=False)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Have `refuse` raise ConfigRefused within the body: the caller is a program of the user's."""
+    token = _raises.set(True)
+    try:
+        yield
+    finally:
+        _raises.reset(token)
+
+
 def refuse(source: str, problems: Sequence[str]) -> NoReturn:
     """Print one unwrapped line per problem, so that logs and editors show each of them whole, and exit."""
+    if _raises.get():
+        raise ConfigRefused(source, problems)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"titan_rl: {counted(len(problems), 'problem')} in {printable(source) or 'the command line'}", style="bold red"

@@ -83,6 +83,10 @@ class Report(SelfClosing):
         self._log.startup(step, self._clock.lap()["wall"], bad_rows)
         self._watch.restart(self._folder / "metrics.jsonl")
 
+    def rewind(self, step: int | None, cold_start_step: int | None) -> None:
+        """Supersede the lines of later steps, which another attempt makes again."""
+        self._log.rewind(step, cold_start_step)
+
     @contextmanager
     def fitting(self, name: str, start: int, last: int) -> Iterator[None]:
         with self._terminal.progress(name, last, done=start) as self._progress:

@@ -117,7 +117,7 @@ class StreamSettings:
 
 
 class GroupSampler:
-    """`sample(prompt)` returns the prompt's group with its rewards."""
+    """`sample(prompt)` returns the prompt's group with its rewards: `play`, then `score`."""
 
     def __init__(
         self, settings: StreamSettings, generators: Generates, judge: Judge, decode: Decode, ledger: Ledger
@@ -139,23 +139,34 @@ class GroupSampler:
         self.failures: list[GroupFailed] = []  # consecutive groups without rewards, up to the latest one judged
 
     async def sample(self, prompt: Prompt) -> Group:
+        return await self.score(await self.play(prompt))
+
+    async def play(self, prompt: Prompt) -> Group:
+        """Return the group with the rewards of its environment only. With a greedy baseline, its last rollout is
+        that."""
         try:
             played = await (self._answers(prompt) if self._player.single else self._plays(prompt))
         except RequestRefused as error:
             return self._refused(prompt, error)
-        size = self._settings.rollout.group_size
-        rollouts, greedy = played[:size], played[size:]
+        rollouts = played[: self._settings.rollout.group_size]
         completions = [rollout.completion for rollout in rollouts]
         self._ledger.sampled(prompt.id, completions, () if self._player.single else rollouts)
         turns = sum(len(branch.turns) for rollout in rollouts for branch in rollout.branches)
         length = sum(len(completion.tokens) for completion in completions) / max(turns, 1)
         self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
-        unjudged = {i: rollout for i, rollout in enumerate(played) if _usable(rollout) and not rollout.valid}
-        usable = [rollout for rollout in rollouts if _usable(rollout)]
-        if len(usable) < min(2, len(rollouts)) or not all(map(_usable, greedy)):
+        usable, greedy = sum(map(_usable, rollouts)), played[len(rollouts) :]
+        if usable < min(2, len(rollouts)) or not all(map(_usable, greedy)):
             return self._too_few(prompt, played)
-        usable += greedy
-        rewarded = len(usable) - len(unjudged)  # by their environment
+        return Group(prompt, played)
+
+    async def score(self, group: Group) -> Group:
+        """Return the group with the rewards that its judge adds. A group that failed stays as it is."""
+        if isinstance(group, Unjudged):
+            return group
+        prompt, played, size = group.prompt, group.rollouts, self._settings.rollout.group_size
+        rollouts = played[:size]
+        unjudged = {i: rollout for i, rollout in enumerate(played) if _usable(rollout) and not rollout.valid}
+        rewarded = sum(map(_usable, played)) - len(unjudged)  # by their environment
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, unjudged, rewarded) if unjudged else ()
             graded = (i for i, r in enumerate(rollouts) if _usable(r) and (r.valid or self._settings.modelled))
@@ -167,9 +178,10 @@ class GroupSampler:
         judged = [_rewarded(r, verdicts.get(i), grades.get(i), self._penalty(r)) for i, r in enumerate(played)]
         judged = self._length_rewarded(judged)
         rollouts, greedy = judged[:size], judged[size:]
-        group = Group(prompt, rollouts, baseline=greedy[0].signal if greedy else None)
-        self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
-        return group
+        scored = Group(prompt, rollouts, baseline=greedy[0].signal if greedy else None)
+        unrewarded = {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded}
+        self._ledger.scored(prompt.id, scored.rewards, unrewarded)
+        return scored
 
     def _play(self, prompt: Prompt, sample: int) -> Play:
         """Return the play of a sample, or of the greedy one after the group's."""

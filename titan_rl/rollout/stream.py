@@ -95,17 +95,8 @@ class RolloutStream:
 
     def cut(self) -> dict[str, Any]:
         """Return the state from which a run resumes here: at the oldest group in flight, without the groups that
-        overtook it. Groups in flight are sampled again: these are "open", and so is what an earlier attempt had in
-        flight and this one has not started again. Of the prompts before "next" all others are done."""
-        inflight = self._inflight.keys()
-        if (remembered := self._prompts.cut(inflight)) is not None:
-            return remembered
-        oldest = next(iter(self._inflight.values()), None)
-        state = oldest.before if oldest else self._prompts.state_dict()
-        done = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
-        after = max(state["position"], self._issued, *(id + 1 for id in done))
-        open = [id for id in range(state["position"], after) if id not in done]
-        return state | {"next": after, "open": open, "taken": sorted(done)}
+        overtook it."""
+        return self._prompts.resume_state({id: g.before for id, g in self._inflight.items()}, self._issued)
 
     @property
     def backlog(self) -> Backlog:

@@ -8,7 +8,7 @@ flight.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -133,6 +133,19 @@ class PromptSource:
         again = sorted([*((id, self._issued[id]) for id in inflight), *self._again])
         more = {"next": self._position, "open": [id for id, _ in again], "again": again}
         return self.state_dict() | more | {"curriculum": self._curriculum.state_dict()}
+
+    def resume_state(self, inflight: Mapping[int, dict[str, Any]], issued: int) -> dict[str, Any]:
+        """Return the state from which a run resumes at the oldest prompt in flight, without those after it that are
+        done. `inflight`: the state before each prompt in flight, the oldest first; `issued`: the id after the last
+        prompt. Prompts in flight are sampled again: these are "open", and so is what an earlier attempt had in flight
+        and this one has not started again. Of the prompts before "next" all others are done."""
+        if (remembered := self.cut(inflight)) is not None:
+            return remembered
+        state = next(iter(inflight.values()), None) or self.state_dict()
+        done = {id for id in range(state["position"], issued) if id not in inflight} | {*state["taken"]}
+        after = max(state["position"], issued, *(id + 1 for id in done))
+        open = [id for id in range(state["position"], after) if id not in done]
+        return state | {"next": after, "open": open, "taken": sorted(done)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,

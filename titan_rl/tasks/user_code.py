@@ -7,15 +7,12 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
-
-from titan_rl.wire.parts import module_named
 
 HERE = Path(__file__).parent
 BUILT_IN = ("calc.py", "calc_agent.py", "hunt.py")
@@ -88,53 +85,8 @@ def _trivial(function: Callable[..., Any]) -> bool:
     return isinstance(function, type) and function.__init__ is object.__init__ and function.__new__ is object.__new__
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Return a function's parameters, without self for a bound method. Cached: reading them takes 0.2 ms."""
-    inner = getattr(function, "__func__", None)
-    return _parameters(function) if inner is None else _parameters(inner)[1:]
-
-
-@lru_cache(maxsize=1024)
-def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(function).parameters.values())
-
-
 def asynchronous(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def keywords_of(
-    function: Callable[..., Any], offered: Mapping[str, Any], name: str, *, spread: str = ""
-) -> dict[str, Any]:
-    """Return the offered arguments that a function takes by keyword. One with **keywords takes all of them, or the
-    entries of the mapping `spread`. Raise TypeError if it requires any other."""
-    keywords: dict[str, Any] = {}
-    for p in parameters_of(function):
-        if p.kind is p.VAR_KEYWORD:
-            keywords |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in keywords}
-        elif p.kind is not p.VAR_POSITIONAL and p.name in offered and p.kind is not p.POSITIONAL_ONLY:
-            keywords[p.name] = offered[p.name]
-        elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
-            raise TypeError(f"{name}: expected to require no arguments but {', '.join(offered)}, found {p}")
-    return keywords
-
-
-def load(name: str, key: str) -> Any:
-    """Import "module:name". `key` is the config's, for the message."""
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute) or module.startswith("."):
-        raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
-    try:
-        loaded: Any = module_named(module)
-        for part in attribute.split("."):
-            loaded = getattr(loaded, part)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
-    except SystemExit as error:
-        raise ValueError(f"{key}: expected {name!r} to import, found {error!r}") from error
-    if not callable(loaded):
-        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(loaded).__name__}")
-    return loaded
 
 
 def shortened(value: object) -> str:

@@ -325,9 +325,14 @@ def _engine_env(setup: Setup) -> dict[str, str]:
     return BATCH_INVARIANT if setup.config.debug.deterministic else {}
 
 
-async def shutdown() -> None:
-    """Kill the processes, whose meshes are closed, and shut Monarch down, which removes its sockets. Ending living
-    processes by messages takes Monarch 1 to 6 s."""
+async def kill_ranks() -> None:
+    """Kill the processes, whose meshes are closed. Ending living ones by messages takes Monarch 1 to 6 s."""
     with suppress(Exception):
         await deaths.kill(deaths.living())
+
+
+async def shutdown() -> None:
+    """Kill the processes, and shut Monarch down, which removes its sockets."""
+    await kill_ranks()
+    with suppress(Exception):
         await asyncio.wait_for(shutdown_context(GOODBYE_SECONDS).as_asyncio(), CLOSE_SECONDS)

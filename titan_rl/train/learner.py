@@ -170,12 +170,16 @@ class Learner:
         teacher = self._mesh_of_role(TEACHERS[self._config.algorithm.teacher_weights])
         return await self.scores(samples, *teacher, top=top)
 
-    async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
-        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
+    async def step(self, updates: Sequence[Sequence[Sample]], loss: Callable[..., Any] | None = None) -> StepStats:
+        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's.
+        `loss`: a user's, for the policy."""
         critic, trainers = self._meshes.critic, self._meshes.trainers
         with self._clock("train"):
             await self._keep_batches(updates)
-            policy = trainers.step([self.batches(samples, trainers) for samples in updates])
+            batches = [self.batches(samples, trainers) for samples in updates]
+            if loss is not None:
+                batches = [[replace(batch, loss=loss) for batch in each] for each in batches]
+            policy = trainers.step(batches)
             if critic is None:
                 stats = await policy
             else:
@@ -202,17 +206,18 @@ class Learner:
         self._tokens += part[0].tokens
         self._sequences += part[0].sequences
 
-    async def update(self) -> StepStats:
-        """Make the step's updates from the accumulated samples."""
-        stats = await self._updated()
+    async def update(self, group_size: int = 0, loss: Callable[..., Any] | None = None) -> StepStats:
+        """Make the step's updates from the accumulated samples. `group_size`: of these groups, if it is not
+        rollout.group_size. `loss`: a user's."""
+        stats = await self._updated(group_size or self._config.rollout.group_size, loss)
         if self.teacher is not None:
             stats.metrics.update(self.teacher.take_metrics())
         return stats
 
-    async def _updated(self) -> StepStats:
+    async def _updated(self, group_size: int, loss: Callable[..., Any] | None) -> StepStats:
         samples, self._samples = self._samples, []
         if not self._config.training.stream_groups:
-            return await self.step(minibatches(samples, self._config.algorithm, self._config.rollout.group_size))
+            return await self.step(minibatches(samples, self._config.algorithm, group_size), loss)
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):

@@ -57,13 +57,23 @@ class Recovery:
                 await self._run.watch.drive(attempt(resume))
                 return
             except RunError as error:
-                try:
-                    self._remedy(error)
-                except RunError:
-                    for incident in self._open:
-                        self._run.incidents.given_up(incident, "the run ends")
-                    raise
+                self._remedy_or_end(error)
                 mending = True
+
+    async def restored(self, error: RunError) -> Resume:
+        """Replace the mesh whose loss `error` reports. Return where the next attempt resumes."""
+        self._remedy_or_end(error)
+        await self._run.watch.drive(self._mend())
+        self.attempt += 1
+        return await self._run.watch.drive(self._sound_resume())
+
+    def _remedy_or_end(self, error: RunError) -> None:
+        try:
+            self._remedy(error)
+        except RunError:
+            for incident in self._open:
+                self._run.incidents.given_up(incident, "the run ends")
+            raise
 
     async def _sound_resume(self) -> Resume:
         """Where this attempt resumes. The first does as was decided before any process was spawned."""

@@ -10,6 +10,7 @@ and the controller never needs a tensor.
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -116,6 +117,12 @@ class Completion:
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """Return a text on one line, cut in its middle."""
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= most else f"{line[: most // 2 - 2]} ... {line[3 - most // 2 :]}"
 
 
 def uniform(versions: Sequence[int]) -> bool:
@@ -268,6 +275,23 @@ class Group:
     rollouts: list[Rollout]
     baseline: float | None = field(default=None, kw_only=True)  # the signal of a greedy rollout that is not among them
 
+    def with_rewards(self, rewards: Sequence[float]) -> "Group":
+        """Return the group with a reward for each of its rollouts; NaN: none, and nothing is learned from it."""
+        if len(rewards) != len(self.rollouts):
+            raise ValueError(f"expected {len(self.rollouts)} rewards, one for each rollout, found {len(rewards)}")
+        rewarded = [replace(r, reward=float(reward)) for r, reward in zip(self.rollouts, rewards, strict=True)]
+        return replace(self, rollouts=rewarded)
+
+    def __str__(self) -> str:
+        lines = [f"prompt {self.prompt.id}: {shortened(self.prompt.text)}"]
+        return "\n".join([*lines, *(f"  {r.reward:>7.3f}  {shortened(r.text)}" for r in self.rollouts)])
+
+    def _repr_html_(self) -> str:
+        """Return the group as a table, which notebooks show."""
+        rows = "".join(f"<tr><td>{r.reward:.3f}</td><td>{escape(shortened(r.text))}</td></tr>" for r in self.rollouts)
+        prompt = escape(shortened(self.prompt.text))
+        return f"<table><tr><th>{self.prompt.id}</th><th>{prompt}</th></tr>{rows}</table>"
+
     @property
     def version(self) -> int:
         """The oldest policy that sampled any of these tokens."""
@@ -327,6 +351,7 @@ class Batch:
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if samples shared none
+    loss: Callable[..., Any] | None = None  # a user's, in the place of the algorithm's clip (kernels/own_loss.py)
 
 
 ENTRY = np.dtype([("id", "<i4"), ("logprob", "<f4")])

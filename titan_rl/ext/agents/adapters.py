@@ -18,7 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from titan_rl.ext.agents.openenv import openenv
-from titan_rl.tasks.user_code import call_user, load
+from titan_rl.tasks.user_code import call_user
+from titan_rl.wire.user_functions import load
 
 Message = dict[str, Any]
 

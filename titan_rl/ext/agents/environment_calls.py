@@ -9,7 +9,8 @@ from typing import Any
 from titan_rl.ext.agents.adapters import MAKERS, Conversation, Message, Settings, adapted
 from titan_rl.ext.agents.tools import Tool
 from titan_rl.ext.agents.verifiers_agent import verifiers_agent
-from titan_rl.tasks.user_code import call_user, keywords_of, load, parameters_of
+from titan_rl.tasks.user_code import call_user
+from titan_rl.wire.user_functions import keywords_of, load, parameters_of
 
 NO_TOOLS = ("reset", "close", "get_reward")
 """Public methods of a set of tools that the policy may not call."""

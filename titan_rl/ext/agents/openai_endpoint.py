@@ -25,9 +25,10 @@ from titan_rl.ext.agents.agent_session import OFFERED, AgentSession, Refused, Wi
 from titan_rl.ext.agents.message_tree import BadMessage, readable
 from titan_rl.ext.agents.openai_replies import Replies
 from titan_rl.ext.agents.play import scored
-from titan_rl.tasks.user_code import call_user, keywords_of
+from titan_rl.tasks.user_code import call_user
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Prompt
+from titan_rl.wire.user_functions import keywords_of
 
 HOST = "127.0.0.1"
 MODEL = "policy"

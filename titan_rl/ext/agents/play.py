@@ -22,10 +22,11 @@ from titan_rl.ext.agents.episodes import (
     messages_from,
 )
 from titan_rl.ext.agents.tools import Schema, Toolbox
-from titan_rl.tasks.user_code import call_user, keywords_of
+from titan_rl.tasks.user_code import call_user
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Finish, Prompt
+from titan_rl.wire.user_functions import keywords_of
 
 NOTHING: Mapping[str, Any] = {}
 

@@ -15,8 +15,8 @@ from titan_rl.ext.agents.episodes import messages_from
 from titan_rl.ext.agents.external_python import ExternalPython
 from titan_rl.ext.agents.tools import Toolbox
 from titan_rl.preflight.probe import CONSTRUCTED, RESET, Question
-from titan_rl.tasks.user_code import keywords_of, parameters_of
 from titan_rl.wire.types import Prompt
+from titan_rl.wire.user_functions import keywords_of, parameters_of
 
 
 def rehearse(

@@ -30,6 +30,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.train.snapshots import Snapshots
 from titan_rl.train.steering import steering
 from titan_rl.train.stop import Stop, Stops
+from titan_rl.train.verbs import Verbs
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.spans import Clock
@@ -113,7 +114,7 @@ async def drive(
             snapshots = Snapshots()  # takes none
             run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth)
             report.ready(resume.rl or 0, setup.task.bad_rows)
-            await Controller(run, Learner(run), resume).drive()
+            await Controller(run, Verbs(run, Learner(run)), resume).drive()
             stop.end()
             report.done(finished=not stop.requested)
 

@@ -325,7 +325,7 @@ def algorithm(config: Config) -> str:
     corrected = f", correction {a.correction} up to {a.correction_high:g}" if a.correction != "none" else ""
     if config.generator.quantization != "none":
         corrected = f"{corrected or ', no correction'} for weights sampled in {config.generator.quantization}"
-    learns = f"advantage {a.advantage}{_teacher(a)}, ratio per {a.ratio}, clip {a.clip}, "
+    learns = f"advantage {a.advantage}{_teacher(a)}, ratio per {a.ratio}, {_clip(a)}, "
     learns += a.aggregation.replace("_", " ")
     if a.online_pairs:
         learns, corrected = f"{a.pair_loss} of each group's best and worst sample, beta {a.beta:g}", ""
@@ -333,6 +333,10 @@ def algorithm(config: Config) -> str:
         f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
         f"at most {r.max_staleness_steps} steps stale{updates}; {learns}{kl}{corrected}"
     )
+
+
+def _clip(a: AlgorithmSection) -> str:
+    return f"loss {a.loss}" if a.loss else f"clip {a.clip}"
 
 
 def _teacher(a: AlgorithmSection) -> str:

@@ -14,12 +14,12 @@ from functools import lru_cache, partial
 import numpy as np
 
 from titan_rl.config.sections import Config
-from titan_rl.tasks.user_code import keywords_of, load
 from titan_rl.text.chat import common_length
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.side_columns import side_column
 from titan_rl.wire.types import Group, Prompt, Rollout, Sample
+from titan_rl.wire.user_functions import keywords_of, load
 
 KEY = "teacher.template"
 CONTEXTS = ("sibling", "feedback", "demonstration", "answer")

@@ -44,6 +44,7 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if a.kind != "rl":
         return
     yield from _check_pairs(config)
+    yield from _check_own(config)
     because = f'because algorithm.advantage = "{a.advantage}"'
     if a.advantage in COMPARES and rollout.group_size < 2:
         yield wrong("rollout.group_size", f"at least 2, {because} compares the samples of a group")
@@ -151,6 +152,21 @@ def _check_estimators(config: Config) -> Iterator[str]:
         yield problem(config, "task.rewards", f"at least two rewards, {because} normalizes each by itself")
     if kimi and size < 2:
         yield problem(config, "rollout.group_size", f"at least 2, {length} compares the lengths of a group")
+
+
+def _check_own(config: Config) -> Iterator[str]:
+    """Check the user's parts of the algorithm."""
+    a, shown = config.algorithm, partial(problem, config)
+    if a.own_advantage:
+        because = "because algorithm.advantage is your own function"
+        if a.credit == "turn":
+            yield shown("algorithm.credit", f'"outcome", {because}, which may return an advantage for each token')
+        yield from probe(a.advantage, None, "algorithm.advantage")
+    if a.loss and (a.online_pairs or a.distill_top_k):
+        key, off = ("pair_loss", '"none"') if a.online_pairs else ("distill_top_k", "0")
+        yield shown(f"algorithm.{key}", f"{off}, because algorithm.loss takes its place")
+    elif a.loss:
+        yield from probe(a.loss, None, "algorithm.loss")
 
 
 def check_steps(config: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ from typing import Any, cast
 
 from titan_rl.config import auto
 from titan_rl.config.sections import ColdStartSection, Config, LoraSection, ModelSection
+from titan_rl.controller import Controller
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.incidents import Incidents
@@ -39,8 +40,8 @@ from titan_rl.tools.plan.simulated_parts import (
     Prompts,
     SimulatedMesh,
     SimulatedRun,
-    SizedController,
     SizedLearner,
+    SizedVerbs,
 )
 from titan_rl.tools.plan.virtual_time import Cores, VirtualLoop, in_virtual_time
 from titan_rl.train.bring_up import Meshes, generator_policy
@@ -194,9 +195,9 @@ async def _run(
         for fault in faults:
             loop.call_later(fault.second, run.kill, fault.replica)
 
-    controller = SizedController(parts, SizedLearner(parts), Resume(None, None), began=began)
-    controller.engines_proven = True  # the engines are no engines
-    await controller.reinforce()
+    verbs = SizedVerbs(parts, SizedLearner(parts))
+    verbs.engines_proven = True  # the engines are no engines
+    await Controller(parts, verbs, Resume(None, None), began=began).reinforce()
     seconds = loop.now - report.began
     engines = [rank.engine for rank in run.ranks]
     read = [engine.counted() for engine in engines]

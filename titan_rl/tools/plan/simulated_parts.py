@@ -15,9 +15,9 @@ import numpy as np
 from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.actors.vllm.generator import drain
 from titan_rl.actors.vllm.vllm_params import pieces
+from titan_rl.batch.experience import Estimate
 from titan_rl.batch.packing import Weighting, fitted
 from titan_rl.config.sections import Config
-from titan_rl.controller import Controller
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
 from titan_rl.meshes.model_mesh import ModelMesh
@@ -30,6 +30,7 @@ from titan_rl.tools.plan.rates import Rates, Work
 from titan_rl.tools.plan.virtual_time import Cores
 from titan_rl.train.learner import Learner, Packer
 from titan_rl.train.run_parts import RunParts
+from titan_rl.train.verbs import Verbs
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import EngineStats, ReaderCost, StepStats
 from titan_rl.wire.sessions import Outcome, Session
@@ -250,10 +251,12 @@ class SizedPacker(Packer):
         return [batch] * dp
 
 
-class SizedController(Controller):
-    """A Controller without numbers: samples have tokens and a mask, and any advantage."""
+class SizedVerbs(Verbs):
+    """Verbs without numbers: samples have tokens and a mask, and any advantage."""
 
-    async def judge(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
+    async def learn_from(
+        self, groups: Sequence[Group], estimate: Estimate | None = None
+    ) -> tuple[list[Group], list[Sample]]:
         kept = slice(1, None, -1) if self.config.algorithm.online_pairs else slice(None)  # the best and the worst
         samples = [
             _sample(branch, group.prompt.id * len(group.rollouts) + k)
@@ -261,7 +264,7 @@ class SizedController(Controller):
             for k, rollout in list(enumerate(group.rollouts))[kept]
             for branch in rollout.branches
         ]
-        return groups, await self.learner.judge(samples)
+        return list(groups), await self.learner.judge(samples)
 
 
 def _sample(branch: Branch, sequence: int) -> Sample:

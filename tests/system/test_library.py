@@ -1,0 +1,236 @@
+"""titan_rl as a library, on real meshes: loops of the user, their parts of the algorithm, and what they survive."""
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.library_programs import assert_gone, finished, started
+from support.outputs import losses, sampled
+from support.running import RunFiles, Runs
+
+LOOPS = Path(__file__).parents[2] / "docs" / "loops"
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_grpo_loop_makes_the_steps_of_a_run(runs: Runs, tmp_path: Path) -> None:
+    body = f"""
+    sys.path.insert(0, {str(LOOPS)!r})
+    import grpo
+    await grpo.main("toy.toml", 3)
+    """
+    finished(tmp_path / "own", body)
+    own, built_in = RunFiles(tmp_path / "own" / "run"), tmp_path / "run"
+    config = str(tmp_path / "own" / "toy.toml")
+    run = runs.finish(built_in, config, small=False, training__steps=3)
+    assert losses(own) == losses(run)
+    assert sampled(own) == sampled(run)
+
+
+def test_own_advantages_and_losses_and_a_resumed_state(tmp_path: Path) -> None:
+    """Two runs in one process; the second one continues the first."""
+    body = """
+    def quantile(rewards, lengths):
+        return rewards - np.quantile(rewards, 0.75)
+
+    def by_token(group, columns):
+        return [r.reward - c["behaviour"] * 0 for r, c in zip(group.rollouts, columns, strict=True)]
+
+    def soft_clip(logprob, proximal, advantage):
+        log_ratio = logprob - proximal
+        return -advantage * log_ratio.exp() + 5.0 * log_ratio.square(), {"moved": log_ratio.abs()}
+
+    keys = {"training.steps": 4}
+    async with titan_rl.start("toy.toml", keys, quiet=True) as run:
+        groups = await run.sample(run.prompts(4), n=6)
+        groups = [g.with_rewards([len(r.text) for r in g.rollouts]) for g in groups]
+        shown(text=str(groups[0]), html=groups[0]._repr_html_())
+        stats = await run.train(groups, advantage=quantile, loss=soft_clip)
+        run.log(longest=max(map(max, (g.rewards for g in groups))))
+        await run.sync()
+        groups = await run.judge(await run.sample(run.prompts(4)))
+        await run.train(groups[2:], advantage=by_token)
+        await run.sync()
+        run.state["seen"] = 8
+        await run.save()
+        shown(moved=stats.metrics["own/moved"], step=run.step)
+    async with titan_rl.start("toy.toml", keys, resume=True) as run:
+        prompts = run.prompts(1)
+        shown(step=run.step, state=run.state, next=prompts[0].id)
+        await run.train(await run.judge(await run.sample(prompts)), advantage=lambda r: r - r.mean())
+        await run.sync()
+        shown(scores=await run.evaluate())
+    """
+    printed, first, resumed, last = finished(tmp_path, body)
+    assert printed["text"].startswith("prompt 0: ")
+    assert printed["text"].count("\n") == 6
+    assert printed["html"].count("<tr>") == 7
+    assert first["step"] == 2
+    assert first["moved"] >= 0
+    assert resumed == {"step": 2, "state": {"seen": 8}, "next": 8}
+    assert 0 <= last["scores"]["eval/score"] <= 1
+    steps = [line for line in lines(tmp_path / "run") if line["kind"] == "rl"]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert "own/longest" in steps[0]
+    assert "own/moved" in steps[0]
+    assert steps[1]["dropped/groups"] == 2, "two groups were sampled, and not trained on"
+
+
+def test_a_lost_trainer_is_restored_and_a_lost_generator_heals(tmp_path: Path) -> None:
+    body = """
+    def kill(role):
+        from titan_rl.meshes import deaths
+        os.kill(next(pid for name, pid in deaths.alive().items() if name.startswith(role)), signal.SIGKILL)
+
+    async with titan_rl.start("toy.toml", {"training.steps": 4, "fault.snapshot_interval": 1}) as run:
+        async def step():
+            groups = await run.judge(await run.sample(run.prompts(4)))
+            await run.train(groups)
+            await run.sync()
+        for made in (1, 2):
+            run.state["made"] = made
+            await step()
+        kill("trainer")
+        run.state["made"] = 3
+        try:
+            await step()
+        except titan_rl.RunError as error:
+            await run.restore(error)
+            shown(error=str(error), step=run.step, state=run.state)
+        await step()
+        kill("generator")
+        await step()
+        shown(step=run.step)
+    """
+    restored, last = finished(tmp_path, body)
+    assert restored["error"].startswith("trainer[")
+    assert "died" in restored["error"]
+    assert restored["step"] in (1, 2), "the last snapshot was whole, or the one before it"
+    assert restored["state"] == {"made": restored["step"]}
+    assert last["step"] == restored["step"] + 2
+
+
+def test_wrong_input_is_named_in_one_message(tmp_path: Path) -> None:
+    body = """
+    def refused(error):
+        shown(kind=type(error).__name__, text=str(error))
+
+    def nan(logprob, advantage):
+        return -advantage * logprob * math.nan
+
+    def mixing(logprob, advantage):
+        return -(advantage - advantage.mean()) * logprob
+
+    try:
+        await titan_rl.start("toy.toml", {"rollout.groups": 3, "rollout.group_size": 0})
+    except titan_rl.ConfigRefused as error:
+        refused(error)
+    async with titan_rl.start("toy.toml", quiet=True) as run:
+        try:
+            await titan_rl.start("toy.toml")
+        except RuntimeError as error:
+            refused(error)
+        groups = await run.sample(run.prompts(4))
+        judged = await run.judge(groups)
+        for bad in (
+            {"groups": groups},
+            {"groups": judged, "loss": nan},
+            {"groups": judged, "loss": mixing},
+            {"groups": judged, "advantage": lambda rewards: rewards[1:]},
+            {"groups": []},
+        ):
+            try:
+                await run.train(bad.pop("groups"), **bad)
+            except titan_rl.RunError as error:
+                refused(error)
+        await run.train(judged)
+        try:
+            await run.train(judged)
+        except titan_rl.RunError as error:
+            refused(error)
+        await run.sync()
+        again = await run.judge(await run.sample(run.prompts(4)))
+        await run.train(again)
+        try:
+            await run.train(again)
+        except titan_rl.RunError as error:
+            refused(error)
+    """
+    texts = [f"{each['kind']}: {each['text']}" for each in finished(tmp_path, body)]
+    expected = (
+        "ConfigRefused: 2 problems in toy.toml",
+        "RuntimeError: expected one run at a time in a process",
+        "RunError: step 1: expected groups with rewards, found none in prompt 0",
+        "RunError: the loss main.<locals>.nan: expected finite losses",
+        "RunError: the loss main.<locals>.mixing: expected the same losses with another row behind",
+        "RunError: the advantages of prompt 0: expected 4, one for each rollout with a reward, found 3",
+        "RunError: step 1: expected groups to train on, found none",
+        "RunError: step 2: expected samples of version 1 or newer, found version 0 in prompt 0",
+        "RunError: step 3: expected at most training.steps = 2",
+    )
+    assert len(texts) == len(expected), texts
+    for text, start in zip(texts, expected, strict=True):
+        assert text.startswith(start)
+
+
+@pytest.mark.parametrize("how", ["exception", "interrupt"])
+def test_nothing_is_left_of_a_loop_that_ends_while_samples_are_in_flight(how: str, tmp_path: Path) -> None:
+    ends = 'raise ValueError("mine")' if how == "exception" else "await asyncio.sleep(300)"
+    body = f"""
+    async with titan_rl.start("toy.toml", quiet=True) as run:
+        sampling = asyncio.create_task(run.sample(run.prompts(4)))
+        await asyncio.sleep(0.01)
+        shown(up=True)
+        {ends}
+    """
+    process = started(tmp_path, body)
+    assert process.stdout is not None
+    seen = [line := process.stdout.readline()]
+    while line and not line.startswith("SHOWN"):
+        seen.append(line := process.stdout.readline())
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert ("ValueError: mine" if how == "exception" else "KeyboardInterrupt") in output, (seen, output)
+    assert_gone(children)
+
+
+def test_the_loops_to_copy(tmp_path: Path) -> None:
+    """The others of docs/loops, two steps each, in one process."""
+    body = f"""
+    sys.path.insert(0, {str(LOOPS)!r})
+    import evaluate, expert_iteration, replay_buffer, two_updates
+    for loop in (expert_iteration, two_updates, replay_buffer):
+        await loop.main("toy.toml", 2)
+        shown(loop=loop.__name__)
+    await evaluate.main("toy.toml")
+    """
+    assert len(finished(tmp_path, body)) == 3
+
+
+def test_the_loop_of_distillation(tmp_path: Path) -> None:
+    """Rollouts of several turns, and a teacher with a hint."""
+    toml = 'base = "opsd_calc_llama"\n[cold_start]\nsteps = 1\n[eval]\nsize = 4\n[rollout]\ngroups_per_step = 8\n'
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "hinted.toml").write_text(f'{toml}[job]\ndump_folder = "{tmp_path / "hinted"}"\n')
+    body = f"""
+    sys.path.insert(0, {str(LOOPS)!r})
+    import distillation
+    await distillation.main("hinted.toml", 2)
+    """
+    finished(tmp_path, body)
+    assert len([line for line in lines(tmp_path / "hinted") if line["kind"] == "rl"]) == 2
+
+
+def test_every_loop_is_short() -> None:
+    for path in LOOPS.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 60
+        assert importlib.util.spec_from_file_location(path.stem, path) is not None

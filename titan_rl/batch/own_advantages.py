@@ -1,0 +1,56 @@
+"""A user's advantages in the place of algorithm.advantage: a function of a group.
+
+    def quantile(rewards):
+        return rewards - np.quantile(rewards, 0.75)
+
+It takes those of these arguments that it names; one that names none, and requires one argument, gets the rewards:
+
+    rewards    [n], of the rollouts that have one, less their penalties for length
+    lengths    [n] sampled tokens
+    group      the group itself: prompt, texts, messages
+    columns    of each rollout, by name, an array with an entry for each sampled token: behaviour, reference, teacher,
+               value, where the algorithm has them
+
+and returns a number for each rollout, or an array with one for each of its sampled tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from titan_rl.batch.experience import Estimate, RewardedGroup, sampled_advantages
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.user_functions import keywords_of, parameters_of
+
+ARGUMENTS = ("rewards", "lengths", "group", "columns")
+REWARDS = (0.0, 1.0, 0.25, 1.0)  # of a trial
+
+
+def estimate_of(advantage: Callable[..., Any], name: str) -> Estimate:
+    """Return a user's function as experience.py calls it. `name` begins its error messages."""
+    parameters = parameters_of(advantage)
+    only = not any(p.name in ARGUMENTS for p in parameters) and sum(p.default is p.empty for p in parameters) == 1
+
+    def estimate(group: RewardedGroup) -> Sequence[float | np.ndarray]:
+        if only:
+            return advantage(group.rewards)
+        return advantage(**keywords_of(advantage, {key: getattr(group, key) for key in ARGUMENTS}, name))
+
+    return estimate
+
+
+def check(advantage: Callable[..., Any], name: str) -> str:
+    """Return what is wrong with a user's advantages, or "". Tries them on groups with equal and with other rewards."""
+    for rewards in (REWARDS, (1.0,) * len(REWARDS)):
+        answers = [Completion([1] * n, [-0.5] * n, [0] * n, "stop") for n in range(3, 3 + len(rewards))]
+        rollouts = [Rollout([Branch([Turn([2, 3], a)])], "answer", r) for a, r in zip(answers, rewards, strict=True)]
+        columns = [{"behaviour": np.array(a.logprobs)} for a in answers]
+        lengths = np.array([len(a.tokens) for a in answers])
+        group = RewardedGroup(Group(Prompt(0, "a prompt", [2, 3], ""), rollouts), np.array(rewards), lengths, columns)
+        try:
+            sampled_advantages(group, estimate_of(advantage, name))
+        except Exception as error:  # a user's function may raise any error
+            text = str(error)
+            return text if text.startswith(name) else f"{name}: {type(error).__name__}: {text}"
+    return ""

@@ -1,0 +1,154 @@
+"""The verbs of a run. The controller drives them, and so does a user's own loop (titan_rl/api.py).
+
+    begin ── prompts ── play, score ── learn_from ── sync ── evaluate
+             task       generators,    roles,        trainers to    generators
+                        judges         trainers      generators
+
+Each is one collective over a mesh, or several at the same time.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from titan_rl.batch.experience import Estimate, samples_of, with_advantages
+from titan_rl.batch.own_advantages import estimate_of
+from titan_rl.preflight.checks.parts import runs_code
+from titan_rl.record.config_history import cuts
+from titan_rl.record.evaluation import Evaluation
+from titan_rl.record.ledger import Ledger, bounds_of
+from titan_rl.rollout.judges import by_model
+from titan_rl.rollout.sampling import StreamSettings
+from titan_rl.rollout.session import SessionLimits
+from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
+from titan_rl.tasks.prompts import PromptSource
+from titan_rl.train import engine_proof
+from titan_rl.train.held_out import HeldOut
+from titan_rl.train.learner import Learner
+from titan_rl.train.run_parts import RunParts
+from titan_rl.wire import parts
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Group, Judge, PhaseName, Sample
+from titan_rl.wire.user_functions import load
+
+BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
+
+
+class Verbs:
+    """One attempt's calls to the meshes."""
+
+    def __init__(self, run: RunParts, learner: Learner) -> None:
+        self.run, self.setup, self.config = run, run.setup, run.config
+        self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
+        if runs_code(run.config) and (configure := parts.part("sandbox settings")):
+            configure(run.config.sandbox)
+        self.held_out = HeldOut(run, learner)
+        self._estimate: Estimate | None = None  # a user's, if algorithm.advantage names it
+        if (algorithm := run.config.algorithm).own_advantage:
+            own = load(algorithm.advantage, "algorithm.advantage")
+            self._estimate = estimate_of(own, f'algorithm.advantage = "{algorithm.advantage}"')
+        self.engines_proven = False  # their log-probs equal the trainers'
+
+    async def begin(self, phase: PhaseName, start: int, state: Mapping[str, Any]) -> PromptSource:
+        """Give every mesh its weights, and return the phase's prompts."""
+        rl = phase == "rl"
+        if rl:
+            await self.learner.begin(start)
+        prompts = PromptSource(
+            self.setup.task, self.setup.tokenizer, seed=derive(self.config.debug.seed, "prompts", phase)
+        )
+        if start:
+            prompts.load_state_dict(dict(state))
+        version = start if rl else BEFORE_RL
+        await self.sync(version)
+        await self.prove_engines(version)
+        return prompts
+
+    async def prove_engines(self, version: int) -> None:
+        """Raise unless the engines give the trainers' log-probs, after the first sync of this attempt."""
+        generators = self.meshes.generators
+        if generators is None or self.engines_proven:
+            return
+        if not generators.replicas:  # the only one was lost together with the trainers: its successor is asked
+            await generators.settled()
+        continuations = await engine_proof.sample_continuations(self.setup, generators, len(generators.replicas))
+        await self.meshes.turn_of_trainers()
+        scores = await self.learner.scores([continuation.sample for continuation in continuations])
+        gap = engine_proof.logprob_gap(continuations, scores, self.config)
+        self.engines_proven = True
+        self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
+        if self.meshes.colocated:
+            await self.sync(version)  # wakes the engines
+
+    async def learn_from(
+        self, groups: Sequence[Group], estimate: Estimate | None = None
+    ) -> tuple[list[Group], list[Sample]]:
+        """Return the groups, and their samples with the columns of every role and with advantages: the algorithm's, or
+        those of `estimate`, a user's."""
+        samples = samples_of(groups, self.config.algorithm)
+        samples = await self.learner.judge(samples, groups)
+        weights = training_rubric(self.config.task).weights
+        return with_advantages(groups, samples, self.config.algorithm, weights, estimate or self._estimate)
+
+    async def sync(self, version: int) -> None:
+        """Make the generators serve what the trainers hold, if there are generators."""
+        if self.weights is not None:
+            await self.weights.sync(version)
+
+    async def wait_for_sync(self) -> None:
+        if self.weights is not None:
+            await self.weights.settle()
+
+    async def evaluate(self, n: int | None) -> list[Evaluation]:
+        """Measure the held-out problems, if there are any, once the generators serve the newest weights. `n`: the step
+        that made them."""
+        if not self.held_out.sets:
+            return []
+        await self.wait_for_sync()
+        return await self.held_out.measure(n)
+
+    async def practice(self) -> float:
+        """Return the score on training problems."""
+        await self.sync(BEFORE_RL)
+        return await self.held_out.practice()
+
+    def ledger(self, start: int, cut: Mapping[str, Any], attempt: int) -> Ledger:
+        """Open the ledger of an attempt that continues after step `start`, at the cut of that step."""
+        ledger = Ledger(self.setup.folder, self.run.terminal.warn)
+        ledger.begun(
+            start,
+            cut.get("next", 0),
+            cut.get("open", ()),
+            attempt=attempt,
+            bounds=bounds_of(self.config),
+            bad_rows=self.setup.task.bad_rows,
+            changed=next((cut.changed for cut in cuts(self.setup.folder) if cut.step == start), {}),
+        )
+        return ledger
+
+    def judge(self) -> Judge:
+        """Return the judge of training answers: a reward model, or the task's rewards."""
+        if (model := self.meshes.reward_model) is not None:
+            return by_model(model, self.config, self.setup.tokenizer.pad, self.learner.packer.rows)
+        return self.setup.judges.judge(training_rubric(self.config.task), REWARD_ATTEMPTS)
+
+    def sampling(self, start: int, *, attempt: int, bad_prompts: Collection[int] = ()) -> StreamSettings:
+        """Return how the groups of the steps after `start` are sampled and scored."""
+        config, warn = self.config, self.run.terminal.warn
+        grader = grader_rubric(config.task)
+        return StreamSettings(
+            algorithm=config.algorithm,
+            weights=training_rubric(config.task).weights,
+            correct_at=config.curriculum.correct_at,
+            rollout=config.rollout,
+            sampling=self.setup.sampling,
+            seed=config.debug.seed,
+            first=start + 1,
+            groups=(config.training.steps - start) * config.rollout.groups_per_step,
+            attempt=attempt,
+            bad_prompts=frozenset(bad_prompts),
+            driver=self.meshes.environments,
+            limits=SessionLimits.of(config, played=self.meshes.environments is not None),
+            warn=warn,
+            grade=grader and self.setup.judges.judge(grader),
+            modelled=self.meshes.reward_model is not None,
+        )
