@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # `import titan_rl` imports none of it
     import numpy as np
 
     from titan_rl.config.sections import Config
-    from titan_rl.meshes.fork_servers import ForkServers
+    from titan_rl.meshes.starter import Servers
     from titan_rl.preflight.load import Invocation
     from titan_rl.preflight.plan import Setup
     from titan_rl.record.evaluation import Evaluation
@@ -435,21 +435,21 @@ def _written(config: "Config") -> str:
 
 
 @cache
-def _servers() -> "ForkServers":
-    """Return this process's fork servers, with the folder of its sockets. Both stay until it exits: Monarch keeps some
+def _servers() -> "Servers":
+    """Return what ranks of this process are started from, with the folder of its sockets. Both stay until it exits: Monarch keeps some
     sockets open between two runs, and the next start is faster."""
     from titan_rl.environment import socket_folder
-    from titan_rl.meshes.fork_servers import serving
+    from titan_rl.meshes.starter import starter
 
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(serving(stack.enter_context(socket_folder())))
+    return stack.enter_context(starter().serving(stack.enter_context(socket_folder())))
 
 
 @asynccontextmanager
 async def _opened(config: Any, overrides: Mapping[str, Any], quiet: bool) -> "AsyncIterator[Run]":
     from titan_rl.environment import prepare_environment
-    from titan_rl.meshes.fork_servers import KINDS
+    from titan_rl.meshes.starter import KINDS
 
     servers = _servers()
     with ExitStack() as stack:
