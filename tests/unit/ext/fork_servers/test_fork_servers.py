@@ -26,7 +26,7 @@ from titan_rl.ext.fork_servers.fork_servers import (
     ask,
 )
 from titan_rl.meshes import deaths
-from titan_rl.meshes.starter import KINDS, LAUNCHER
+from titan_rl.meshes.starter import KINDS, LAUNCHER, Kind
 
 TESTS = Path(__file__).parents[3]
 
@@ -191,7 +191,8 @@ def test_ranks_of_another_host_are_forked_by_its_servers(starter: ForkStarter, m
     monkeypatch.setenv(VARIABLE, OFF)
     program, variables = asyncio.run(starter.launcher("model", "/there"))
     assert (program, variables["TITAN_RL_FORK_SOCKET"]) == (FORKING_LAUNCHER, "/there/model")
-    for kind, folder in (("model", ""), ("model", None), (None, "/there")):
+    cold: list[tuple[Kind | None, str | None]] = [("model", ""), ("model", None), (None, "/there")]
+    for kind, folder in cold:
         assert asyncio.run(starter.launcher(kind, folder)) == (LAUNCHER, {}), (kind, folder)
 
 
