@@ -436,8 +436,8 @@ def _written(config: "Config") -> str:
 
 @cache
 def _servers() -> "Servers":
-    """Return what ranks of this process are started from, with the folder of its sockets. Both stay until it exits: Monarch keeps some
-    sockets open between two runs, and the next start is faster."""
+    """Return what ranks of this process are started from. Its sockets' folder stays until the process exits, because
+    Monarch keeps some open between two runs."""
     from titan_rl.environment import socket_folder
     from titan_rl.meshes.starter import starter
 

@@ -107,8 +107,8 @@ class Key:
         return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
     def accepts(self, value: Any) -> bool:
-        if self.own and type(value) is str and ":" in value:
-            return True
+        if self.own and ":" in str(value):
+            return type(value) is str
         if self.choices:
             return any(type(value) is type(choice) and value == choice for choice in self.choices)  # 1 == True
         if get_origin(self.type) is list:

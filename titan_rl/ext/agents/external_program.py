@@ -31,10 +31,10 @@ from titan_rl.tasks.user_code import (
     asynchronous,
     call_user,
     error_place,
-    keywords_of,
     thread_place,
     threads,
 )
+from titan_rl.wire.user_functions import keywords_of
 
 REPORT_SECONDS = 1.0
 
