@@ -24,7 +24,7 @@ from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.tools.inspect.audit_rules import BOUND_RULES
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
@@ -133,9 +133,9 @@ def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
     rollouts._ledger.begun(step, cut.get("next", 0), cut.get("open", ()), bounds=bounds_of(config))
 
 
-def replayed(folder: Path) -> History:
+def replayed(folder: Path) -> LedgerHistory:
     """Return the ledger's content, which must contradict neither itself nor the bounds in force."""
-    history = History.of(folder)
+    history = LedgerHistory.of(folder)
     problems = [*history.problems, *(problem for rule in BOUND_RULES for problem in rule(history))]
     assert problems == [], problems
     return history

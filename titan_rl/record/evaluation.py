@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.scores import Estimate, estimate, ks_of, pass_at
+from titan_rl.record.scores import ScoreEstimate, estimate, ks_of, pass_at
 from titan_rl.wire.counted import counted
 from titan_rl.wire.types import Prompt, Rollout
 
@@ -75,19 +75,19 @@ class Evaluation:
         return len(self.failures) == self.size * self.samples
 
     @cached_property
-    def average(self) -> Estimate:
+    def average(self) -> ScoreEstimate:
         """Return avg@k: the mean reward of all answers."""
         return estimate([fmean(answer.counted for answer in answers) for answers in self.answers.values()])
 
     @cached_property
-    def passes(self) -> dict[int, Estimate]:
+    def passes(self) -> dict[int, ScoreEstimate]:
         """Return pass@k of each k: the share of problems that k answers are expected to solve."""
         n = self.samples
         right = [sum(not a.failed and a.reward >= self.correct_at for a in each) for each in self.answers.values()]
         return {k: estimate([pass_at(k, n, correct) for correct in right]) for k in ks_of(n)}
 
     @property
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, ScoreEstimate]:
         """Return the estimates of a named set by their names."""
         return {f"avg@{self.samples}": self.average} | {f"pass@{k}": found for k, found in self.passes.items()}
 

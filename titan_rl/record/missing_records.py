@@ -25,7 +25,7 @@ class Tail(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recorded:
+class RunRecords:
     """What the files of an RL run's folder record: read once, when a run starts, before anything is written."""
 
     folder: Path
@@ -36,7 +36,7 @@ class Recorded:
     config: str = ""  # why config.toml cannot be read
 
     @classmethod
-    def of(cls, folder: Path) -> "Recorded":
+    def of(cls, folder: Path) -> "RunRecords":
         found = cls(folder, ends={name: _tail(folder / name) for name in LOGS})
         _read_ledger(folder / NAME, found)
         try:
@@ -70,7 +70,7 @@ class Recorded:
         return notes
 
 
-def _read_ledger(path: Path, found: Recorded) -> None:
+def _read_ledger(path: Path, found: RunRecords) -> None:
     kinds = tuple(b'"event":"%s"' % kind for kind in (b"trained", b"saved", b"begun", b"logged"))
     for line in whole_lines(path) if path.is_file() else ():
         if not any(kind in line for kind in kinds):

@@ -21,7 +21,7 @@ FEWEST_RESAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ScoreEstimate:
     """A mean over problems, and its 95% interval."""
 
     value: float
@@ -45,14 +45,14 @@ def ks_of(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> ScoreEstimate:
     """Return the mean of one value per problem with its interval, which depends on nothing but the values."""
     found = np.asarray(values, float)
     if not found.size or not np.isfinite(found).all():
         raise ValueError(f"expected finite values of at least one problem, found {found.size} values")
     mean = fmean(found)
     low, high = wilson(int(found.sum()), found.size) if set(found.tolist()) <= {0.0, 1.0} else bootstrap(found)
-    return Estimate(mean, min(low, mean), max(high, mean))
+    return ScoreEstimate(mean, min(low, mean), max(high, mean))
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Differ
     return Difference(float(gains.mean()), low, high, True, int(np.count_nonzero(gains)))
 
 
-def independent_difference(first: Estimate, second: Estimate) -> Difference:
+def independent_difference(first: ScoreEstimate, second: ScoreEstimate) -> Difference:
     """Return the difference of two scores over different problems, by Newcombe's combination of their intervals."""
     gain = second.value - first.value
     down = math.hypot(second.value - second.low, first.high - first.value)

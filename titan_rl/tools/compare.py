@@ -25,8 +25,8 @@ from titan_rl.record.terminal import brief, duration, open_console, visible
 from titan_rl.tools.inspect import comparison
 from titan_rl.tools.inspect.comparison import BEST, LETTERS, SamePrompt, SetScores
 from titan_rl.tools.inspect.plots import STYLES, Curve, Range, number, plot, sparkline
-from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, Score
-from titan_rl.tools.inspect.samples import Sample
+from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, StepScore
+from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 PROG = "titan_rl compare"
@@ -171,7 +171,7 @@ def score_view(each: SetScores, runs: Sequence[RecordedRun]) -> RenderableType:
     return Group(table, *missing, Text(score_note(each), "dim"))
 
 
-def score_cell(score: Score) -> Text:
+def score_cell(score: StepScore) -> Text:
     e = score.estimate
     interval = "" if math.isnan(e.low) else f"\n{e.low:.3f} to {e.high:.3f}"
     return Text.assemble((f"{e.value:.3f}", "bold"), f" step {score.step}", (interval, "dim"))
@@ -265,7 +265,7 @@ def samples_view(prompts: Sequence[SamePrompt]) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def sample_text(sample: Sample) -> Text:
+def sample_text(sample: RunSample) -> Text:
     reward = "no reward" if sample.reward is None else f"{sample.reward:z.2f}"
     cut = ", cut off" if sample.truncated else ""
     turns = f", {len(sample.turns)} turns" if len(sample.turns) > 1 else ""

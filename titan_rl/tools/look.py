@@ -43,13 +43,14 @@ from titan_rl.tools.inspect.sample_view import (
     with_opening,
     wrapped,
 )
-from titan_rl.tools.inspect.samples import ROLLOUTS, EvaluationAnswers, Sample, Samples
+from titan_rl.tools.inspect.samples import ROLLOUTS, EvaluationAnswers, RunSample, Samples
 from titan_rl.tools.inspect.token_view import tokenizer_of
-from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
+from titan_rl.tools.refused_input import BadInput
+from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 PROG = "titan_rl look"
 LIMIT = 3
-SORTS: dict[str, Callable[[Sample], float]] = {
+SORTS: dict[str, Callable[[RunSample], float]] = {
     "best": lambda sample: -float("inf") if sample.reward is None else sample.reward,
     "worst": lambda sample: -float("inf") if sample.reward is None else -sample.reward,
     "longest": lambda sample: sample.sampled,
@@ -66,20 +67,12 @@ SHOWN_METRICS = {
 }
 
 
-class Refused(Exception):
-    """There is nothing to show. str() names the expected value and the actual one."""
-
-    def __init__(self, message: str, code: int = USAGE) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class Picture(NamedTuple):
     """What was selected: samples or groups, and lines about them."""
 
     notes: Sequence[str]
-    groups: Sequence[Sequence[Sample]]  # to compare
-    samples: Sequence[Sample]
+    groups: Sequence[Sequence[RunSample]]  # to compare
+    samples: Sequence[RunSample]
     hint: str = ""
 
 
@@ -94,12 +87,12 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = tokenizer_of(options.run)
         if options.tokens and not options.json:
             if options.evaluation is not None:
-                raise Refused("--tokens: expected training samples; evaluations store texts without their tokens")
+                raise BadInput("--tokens: expected training samples; evaluations store texts without their tokens")
             if tokenizer is None:
-                raise Refused(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
-    except Refused as refused:
-        print(f"{PROG}: {refused}", file=sys.stderr)
-        return refused.code
+                raise BadInput(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
+    except BadInput as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return error.code
     except OSError as error:
         print(f"{PROG}: {error.filename or options.run}: {error.strerror or error}", file=sys.stderr)
         return FAILED
@@ -162,11 +155,11 @@ def trained(options: argparse.Namespace) -> Picture:
     run: Path = options.run
     refuse_folder(run)
     if not (run / ROLLOUTS).exists():
-        raise Refused(f"{run}: {without_rollouts(run)}", FAILED)
+        raise BadInput(f"{run}: {without_rollouts(run)}", FAILED)
     samples = Samples(run)
     steps = samples.steps
     if not steps:
-        raise Refused(f"{run}: {without_rollouts(run)}", FAILED)
+        raise BadInput(f"{run}: {without_rollouts(run)}", FAILED)
     selects = options.prompt is not None or any((options.search, options.failed, options.cut_off))
     chosen = steps_of(options.step, steps, default=steps[::-1] if selects else steps[-1:])
     plain = not (selects or options.sort or options.group)
@@ -204,16 +197,16 @@ def evaluated(options: argparse.Namespace) -> Picture:
     refuse_folder(run)
     if not (run / ANSWERS).exists() or not (answers := EvaluationAnswers(run)).steps:
         why = "an earlier version made the run, or it has evaluated nothing yet"
-        raise Refused(f"{run}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
+        raise BadInput(f"{run}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
     name: str = options.evaluation
     if name and name not in answers.sets:
-        raise Refused(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
+        raise BadInput(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
     selects = options.prompt is not None or any((options.search, options.failed, options.cut_off))
     steps = answers.steps
     chosen = steps_of(options.step, steps, default=steps[::-1] if selects else steps[-1:])
     matches, left_out = Matching.of(options), 0
 
-    def units() -> Iterator[list[Sample]]:
+    def units() -> Iterator[list[RunSample]]:
         nonlocal left_out
         for step in chosen:
             found, missing = answers.of_step(step, name)
@@ -241,7 +234,7 @@ class Matching(NamedTuple):
     def of(cls, options: argparse.Namespace) -> "Matching":
         return cls(options.prompt, options.failed, options.cut_off, pattern_of(options.search))
 
-    def __call__(self, sample: Sample) -> bool:
+    def __call__(self, sample: RunSample) -> bool:
         return (
             self.prompt in (None, sample.prompt_id)
             and (not self.failed or sample.reward is None)
@@ -258,7 +251,7 @@ def pattern_of(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text[1:-1])
     except re.error as error:
-        raise Refused(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
+        raise BadInput(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
 
 
 def needle_of(text: str | None) -> bytes:
@@ -266,7 +259,7 @@ def needle_of(text: str | None) -> bytes:
     return text.encode() if text and re.fullmatch(r"[A-Za-z0-9 ._*+=?!-]+", text) else b""
 
 
-def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Iterator[list[Sample]]:
+def units_of(samples: Sequence[RunSample], matches: Matching, grouped: bool) -> Iterator[list[RunSample]]:
     """Yield the units to count and sort: single samples that match, or whole groups with one that matches."""
     if not grouped:
         yield from ([sample] for sample in samples if matches(sample))
@@ -276,7 +269,7 @@ def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Ite
             yield found
 
 
-def limited(units: Iterator[list[Sample]], options: argparse.Namespace) -> tuple[list[list[Sample]], bool]:
+def limited(units: Iterator[list[RunSample]], options: argparse.Namespace) -> tuple[list[list[RunSample]], bool]:
     """Return the first units in the chosen order, and whether there are more."""
     limit = options.limit or (1 if options.group else LIMIT)
     if options.sort or (options.group and options.prompt is None):
@@ -300,20 +293,20 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
         return [steps[0 if wish == "first" else -1]]
     bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", wish)
     if bounds is None:
-        raise Refused(f"--step: expected N, first, last or A-B, found {wish}")
+        raise BadInput(f"--step: expected N, first, last or A-B, found {wish}")
     low, high = int(bounds[1]), int(bounds[2] or bounds[1])
     if chosen := [step for step in steps if low <= step <= high]:
         return chosen
-    raise Refused(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
+    raise BadInput(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
 
 
 def refuse_folder(run: Path) -> None:
     if not run.is_dir():
-        raise Refused(f"RUN: expected the dump folder of a run, found no folder {run}")
+        raise BadInput(f"RUN: expected the dump folder of a run, found no folder {run}")
     if not in_use(run) and not any((run / name).exists() for name in ("config.toml", ROLLOUTS, ANSWERS)):
         policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/config.toml")))
         hint = f"; its policies have folders: {policies}" if policies else ""
-        raise Refused(f"RUN: expected the dump folder of a run, found no config.toml in {run}{hint}")
+        raise BadInput(f"RUN: expected the dump folder of a run, found no config.toml in {run}{hint}")
 
 
 def without_rollouts(run: Path) -> str:
@@ -367,7 +360,7 @@ def show(picture: Picture, options: argparse.Namespace, tokenizer: TextTokenizer
 def lines_of(
     picture: Picture, options: argparse.Namespace, tokenizer: TextTokenizer | None, width: int
 ) -> Iterator[Text]:
-    def one(sample: Sample) -> Iterator[Text]:
+    def one(sample: RunSample) -> Iterator[Text]:
         if options.tokens and tokenizer is not None:
             return token_lines(sample, tokenizer, width)
         return sample_lines(sample, width=width, full=options.full, found=pattern_of(options.search))

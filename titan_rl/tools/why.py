@@ -17,8 +17,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from titan_rl.record.terminal import visible
-from titan_rl.tools.diagnosis.findings import Finding
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.findings import RunFinding
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, measured, progress
 from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
 from titan_rl.tools.inspect.run_history import METRICS
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:
+def report(run: Path, history: MetricsHistory, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:
     """Yield the lines of the report."""
     width = min(100, get_terminal_size().columns)
     steps = f"steps {history.lines[0]['step']} to {history.last}" if history.lines else "no step"
@@ -85,7 +85,7 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
         yield f"  {command_of('audit')} --rewards {shlex.quote(str(run))}"
 
 
-def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
+def _entry(run: Path, number: int, finding: RunFinding, width: int) -> Iterator[str]:
     yield from _wrap(f"{number}. ", finding.text, width)
     for place, change in enumerate(finding.changes):
         yield from _wrap("   change  " if not place else "   or      ", str(change), width)
@@ -111,7 +111,7 @@ def _wrap(head: str, text: str, width: int) -> list[str]:
     )
 
 
-def as_json(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> dict[str, object]:
+def as_json(run: Path, history: MetricsHistory, diagnosis: Diagnosis, notes: Sequence[str]) -> dict[str, object]:
     values = {"run": str(run), "steps": history.last, "progress": progress(history)}
     with suppress(IndexError):
         values["cause"] = diagnosis.findings[0].rule

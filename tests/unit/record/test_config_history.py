@@ -13,7 +13,7 @@ from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_log import RunLog
 from titan_rl.tools.audit import main as audit
 from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.tools.view.page import page_data
 
 SEED = 20261128
@@ -46,7 +46,7 @@ def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path, capsys: pytes
     assert sum(text.startswith("since step 8: ") for text in texts) == 1
     with Ledger(tmp_path) as ledger:
         ledger.begun(0, 0, (), bounds=bounds_of(config), changed=cuts(tmp_path)[0].changed)
-    assert not History.of(tmp_path).problems
+    assert not LedgerHistory.of(tmp_path).problems
 
 
 def test_each_step_has_the_settings_that_made_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from titan_rl.config.sections import Config, RolloutSection, TrainingSection
 from titan_rl.record.ledger import NAME, Damaged, Ledger, bounds_of, digest, events
 from titan_rl.record.lines import LineFile, superseded
 from titan_rl.tools.inspect.audit_rules import BOUND_RULES
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 COMPLETION = Completion([5, 6], [-0.5, -0.25], [0, 0], "stop")
@@ -77,7 +77,7 @@ def test_a_flipped_bit_deletes_nothing(tmp_path: Path) -> None:
     assert [event["n"] for event in events_of(path.read_bytes())] == [0, *range(2, 83)]
     assert superseded(path).read_bytes() == lines[1]
     assert said == [f"{path}, line 2: damaged, and moved to ledger.superseded.jsonl; all other lines stay"]
-    problems = History.of(tmp_path).problems
+    problems = LedgerHistory.of(tmp_path).problems
     assert problems[0] == "ledger.jsonl, line 2: expected event 1, found event 2: lines are missing"
 
 
@@ -126,7 +126,7 @@ def test_a_run_that_goes_back_within_its_process_is_replayed_as_one_that_resumes
         lived(ledger, 2, 3, step=2)
         lived(ledger, 4, 5, step=3)
         ledger.admitted(6, 4)
-    history = History.of(tmp_path)
+    history = LedgerHistory.of(tmp_path)
     assert history.problems == []
     assert [problem for rule in BOUND_RULES for problem in rule(history)] == [
         "prompt 6 was neither trained on nor dropped, and the run is finished"
@@ -152,7 +152,7 @@ def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Pat
         ledger.scored(1, [1.0])
         ledger.trained(1, [group(1)])
         lived(ledger, 2, 3, step=2)
-    history = History.of(tmp_path)
+    history = LedgerHistory.of(tmp_path)
     assert history.problems == []
     assert [problem for rule in BOUND_RULES for problem in rule(history)] == ["step 1 trained on 1 prompts, expected 2"]
 

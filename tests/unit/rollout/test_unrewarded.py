@@ -17,7 +17,7 @@ from titan_rl.record.metrics import _part_metrics
 from titan_rl.record.run_log import rollout_lines
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.wire.types import Group, Judgement, Prompt, Rollout
 
 LOST = Judgement(math.nan, error="my:f did not return within 5 s")
@@ -110,7 +110,7 @@ def test_the_audit_names_a_missing_reward_that_no_judge_failed_on(tokenizer: Tex
         text = json.dumps(event, separators=(",", ":")).encode()
         lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
     (tmp_path / NAME).write_bytes(b"".join(lines))
-    problems = History.of(tmp_path).problems
+    problems = LedgerHistory.of(tmp_path).problems
     assert len(problems) == 1
     assert "prompt 1, sample 1 has the reward None, though it ended as completed" in problems[0]
 

@@ -28,7 +28,7 @@ from titan_rl.preflight.refusal import refuse
 from titan_rl.record.provenance import git_commit
 from titan_rl.record.terminal import open_console
 from titan_rl.tools.chaos.inflict import inflict
-from titan_rl.tools.chaos.outcome import Outcome
+from titan_rl.tools.chaos.outcome import FaultOutcome
 from titan_rl.tools.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cases, problems, role_of, schedule
 from titan_rl.tools.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.tools.chaos.table import Findings, show, write
@@ -243,7 +243,7 @@ class Chaos:
         return ready and run.step > after and run.step >= fault.step
 
     async def _inject(self, run: ChaosRun, fault: Fault) -> None:
-        outcome = Outcome(fault, run.step, alone=not self._options.overlap)
+        outcome = FaultOutcome(fault, run.step, alone=not self._options.overlap)
         self.findings.outcomes.append(outcome)
         number = len(self.findings.outcomes)
         self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.record.lines import write_whole
-from titan_rl.tools.chaos.outcome import Outcome
+from titan_rl.tools.chaos.outcome import FaultOutcome
 
 HEADERS = {
     "detected_s": "detected",
@@ -33,7 +33,7 @@ HEADERS = {
 class Findings:
     seed: int
     planned: int
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[FaultOutcome] = field(default_factory=list)
     audits: dict[str, list[str]] = field(default_factory=dict)
     ended: str = ""  # why the chaos ended early
     facts: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Findings:
         return [*([self.ended] if self.ended else []), *faults, *(p for found in self.audits.values() for p in found)]
 
 
-def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+def rows(outcomes: Sequence[FaultOutcome]) -> Iterator[dict[str, Any]]:
     for o in outcomes:
         yield {
             "fault": o.fault.what,
@@ -61,9 +61,9 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         }
 
 
-def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def classes(outcomes: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
     """Return a row per kind of fault and role: count, and median and maximum of the seconds."""
-    groups: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[FaultOutcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.fault.kind, outcome.fault.role].append(outcome)
     return [

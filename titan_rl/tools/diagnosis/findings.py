@@ -30,7 +30,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """What one rule found. `since` and `last` are the first and the last step that show it."""
 
     rule: str
@@ -44,7 +44,7 @@ class Finding:
     problem: bool = True  # False: worth knowing, and no reason why a run does not learn
     level: int = 0  # how bad it is; a warning is repeated only at a higher level
     explains: frozenset[str] = frozenset()  # rules whose findings follow from this one
-    effects: tuple["Finding", ...] = field(default=())
+    effects: tuple["RunFinding", ...] = field(default=())
 
     @property
     def warning(self) -> str:

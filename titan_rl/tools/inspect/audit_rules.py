@@ -22,7 +22,7 @@ from titan_rl.record.ledger import NAME, digest, read_checksum
 from titan_rl.record.lines import fields, invalid, is_number, is_text, list_of, objects, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.summary import summary_scores
-from titan_rl.tools.inspect.run_history import METRIC, METRICS, ROLLOUTS, History, PromptHistory
+from titan_rl.tools.inspect.run_history import METRIC, METRICS, ROLLOUTS, LedgerHistory, PromptHistory
 from titan_rl.wire.checkpoint_sums import FOLDER, export_damage
 
 ROLLOUT = fields(
@@ -49,7 +49,7 @@ def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tup
     files has no superseded lines, checkpoints, exported models and evaluations. The bytes of the newest checkpoint are
     read, or of all of them."""
     try:
-        history = History.of(folder)
+        history = LedgerHistory.of(folder)
     except OSError as error:
         return [f"{NAME}: {error.strerror or error}"], ""
     history.all_bytes = all_bytes
@@ -71,20 +71,20 @@ def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tup
     )
 
 
-def events_follow(history: History) -> Iterator[str]:
+def events_follow(history: LedgerHistory) -> Iterator[str]:
     """Each event of the ledger is whole, valid and possible after those before it. The first is a start."""
     yield from history.problems
     if not history.starts:
         yield f"{NAME}: expected the start of a run, found {'nothing' if not history.prompts else 'none'}"
 
 
-def config_valid(history: History) -> Iterator[str]:
+def config_valid(history: LedgerHistory) -> Iterator[str]:
     """config.toml is one that a run can have."""
     if history.unread:
         yield f"config.toml: {history.unread}"
 
 
-def nothing_lost(history: History) -> Iterator[str]:
+def nothing_lost(history: LedgerHistory) -> Iterator[str]:
     """Once the run is finished, all prompts that the source gave are trained on or dropped."""
     if not history.finished:
         return
@@ -93,7 +93,7 @@ def nothing_lost(history: History) -> Iterator[str]:
             yield f"prompt {id} was neither trained on nor dropped, and the run is finished"
 
 
-def steps_whole(history: History) -> Iterator[str]:
+def steps_whole(history: LedgerHistory) -> Iterator[str]:
     """Steps have all their prompts, and no more of them are done than training.steps."""
     for step, trained in history.steps.items():
         if not (bounds := trained.start.bounds):
@@ -104,7 +104,7 @@ def steps_whole(history: History) -> Iterator[str]:
             yield f"step {step} was trained, though training.steps is {bounds['training.steps']}"
 
 
-def steps_in_order(history: History) -> Iterator[str]:
+def steps_in_order(history: LedgerHistory) -> Iterator[str]:
     """Without rollout.overtake_steps, prompts are trained on in the source's order."""
     for start in history.starts:
         order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
@@ -113,7 +113,7 @@ def steps_in_order(history: History) -> Iterator[str]:
             yield f"prompt {late[0]} was trained on after a later one, though rollout.overtake_steps is 0"
 
 
-def nothing_stale(history: History) -> Iterator[str]:
+def nothing_stale(history: LedgerHistory) -> Iterator[str]:
     """No prompt was admitted earlier, sampled by an older version or trained on later than its bounds allow."""
     for id, prompt in history.prompts.items():
         if prompt.undone or not (bounds := prompt.start.bounds):
@@ -134,7 +134,7 @@ def nothing_stale(history: History) -> Iterator[str]:
             yield f"prompt {id} was {age} steps old at step {prompt.trained}, the bound is {oldest}"
 
 
-def rollouts_agree(history: History) -> Iterator[str]:
+def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
     """rollouts.jsonl has each sample that was trained on once, with the ledger's tokens, versions, turns and reward."""
     seen, checksums = defaultdict[tuple[int, int], list[int]](list), defaultdict[int, int](int)
     unknown: set[tuple[int, int]] = set()
@@ -212,7 +212,7 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         yield f"its turns have {at} of {len(tokens)} tokens"
 
 
-def metrics_agree(history: History) -> Iterator[str]:
+def metrics_agree(history: LedgerHistory) -> Iterator[str]:
     """metrics.jsonl has each step once, as the run wrote it."""
     last, checksums = 0, dict[int, int]()
     for at, line, metrics in objects(history.folder / METRICS, METRIC):
@@ -230,13 +230,13 @@ def metrics_agree(history: History) -> Iterator[str]:
     yield from _checksum_problems(history, METRICS, 0, checksums)
 
 
-def _checksum_problems(history: History, name: str, which: int, checksums: Mapping[int, int]) -> Iterator[str]:
+def _checksum_problems(history: LedgerHistory, name: str, which: int, checksums: Mapping[int, int]) -> Iterator[str]:
     for step, trained in history.steps.items():
         if trained.logged is not None and step in checksums and checksums[step] != trained.logged[which]:
             yield f"{name}: the lines of step {step} are not as the run wrote them: their checksum differs"
 
 
-def checkpoints_saved(history: History) -> Iterator[str]:
+def checkpoints_saved(history: LedgerHistory) -> Iterator[str]:
     """The ledger has saved each checkpoint that is whole, none is damaged, and the newest is there. Old ones may be
     gone."""
     if history.config is None:
@@ -264,7 +264,7 @@ def _summary_steps(folder: Path) -> Any:
     return None
 
 
-def _whole_checkpoints(history: History) -> list[tuple[Checkpoints, int, bool]]:
+def _whole_checkpoints(history: LedgerHistory) -> list[tuple[Checkpoints, int, bool]]:
     """Return the whole steps of each phase, oldest first, and which of them are read to the last byte."""
     if history.config is None:
         return []
@@ -273,7 +273,7 @@ def _whole_checkpoints(history: History) -> list[tuple[Checkpoints, int, bool]]:
     return [(*each, history.all_bytes or each == found[-1]) for each in found]
 
 
-def _unread(history: History) -> str:
+def _unread(history: LedgerHistory) -> str:
     """Return which checkpoints were compared by their sizes only."""
     unread = [
         str((checkpoints.folders[0] / f"step-{step}").relative_to(history.folder))
@@ -283,14 +283,14 @@ def _unread(history: History) -> str:
     return f". Only the sizes of {', '.join(unread)} were compared: --all-bytes reads them" if unread else ""
 
 
-def exports_whole(history: History) -> Iterator[str]:
+def exports_whole(history: LedgerHistory) -> Iterator[str]:
     """The models in hf and start have the bytes that the run wrote."""
     for path in (history.folder / name for name in EXPORTED):
         if os.path.lexists(path) and (why := export_damage(path, read=True)):
             yield f"{path.name}: {why}"
 
 
-def answers_agree(history: History) -> Iterator[str]:
+def answers_agree(history: LedgerHistory) -> Iterator[str]:
     """The stored answers have the rewards of evaluations.jsonl, and are as they were written."""
     if not all((history.folder / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
         return
@@ -325,7 +325,7 @@ def answers_agree(history: History) -> Iterator[str]:
                 yield f"{at}: problem {problem}, sample {sample} has the reward {reward}, {expected} in {EVALUATIONS}"
 
 
-def scores_agree(history: History) -> Iterator[str]:
+def scores_agree(history: LedgerHistory) -> Iterator[str]:
     """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
     metrics = [line for _, _, line in objects(history.folder / METRICS, METRIC) if isinstance(line, dict)]
     scored = [line for line in metrics if EVAL_SCORE in line]
@@ -364,7 +364,7 @@ def _evaluated(line: Mapping[str, Any]) -> tuple[bool, int]:
     return line["kind"] == "cold_start", line["step"]
 
 
-def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _summary_problems(history: LedgerHistory, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not (history.folder / SUMMARY).is_file():
         yield f"{SUMMARY}: expected a file, found something else"
         return
@@ -385,7 +385,7 @@ def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) ->
             yield f"{SUMMARY}: {key} is {summary[key]}, {score} in {METRICS}"
 
 
-def logs_complete(history: History) -> Iterator[str]:
+def logs_complete(history: LedgerHistory) -> Iterator[str]:
     """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
     kinds, seen, twice = set[str](), set[int](), ""
     for at, raw, line in objects(history.folder / METRICS, METRIC):
@@ -418,7 +418,7 @@ def _rl_steps(path: Path) -> set[int]:
     return {line["step"] for _, _, line in objects(path, METRIC) if isinstance(line, dict) and line["kind"] == "rl"}
 
 
-Rule = Callable[[History], Iterator[str]]
+Rule = Callable[[LedgerHistory], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
 NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree, answers_agree)
 RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, *NOT_OF_A_COPY)

@@ -14,8 +14,8 @@ from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.record.config_history import cuts
 from titan_rl.record.scores import Difference, independent_difference, paired_difference
-from titan_rl.tools.inspect.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, Score, number_of
-from titan_rl.tools.inspect.samples import Sample, Samples
+from titan_rl.tools.inspect.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, StepScore, number_of
+from titan_rl.tools.inspect.samples import RunSample, Samples
 
 LETTERS = "ABCDEFGH"
 TASK = (*ROWS, *(key for key in DRAWN if key != "debug.seed"), "task.eval_path")
@@ -39,7 +39,7 @@ class SetScores:
 
     name: str
     moments: Sequence[str]
-    scores: Mapping[int, Mapping[str, Score]]  # by run and moment
+    scores: Mapping[int, Mapping[str, StepScore]]  # by run and moment
     differences: Mapping[int, Mapping[str, Difference | None]]  # from the first of these runs; None: no interval known
 
     @property
@@ -53,7 +53,7 @@ class Reached:
 
     name: str  # the set
     score: float
-    at: Sequence[Score | None]  # by run; None: never
+    at: Sequence[StepScore | None]  # by run; None: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SamePrompt:
     prompt_id: int
     prompt: str
     answer: str
-    samples: Sequence[Sequence[Sample]]  # by run
+    samples: Sequence[Sequence[RunSample]]  # by run
 
 
 def warnings(runs: Sequence[RecordedRun]) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _set_scores(runs: Sequence[RecordedRun], name: str) -> SetScores:
     return SetScores(name, moments, found, differences)
 
 
-def _at(each: Sequence[Score], moment: str, common: set[int]) -> Score:
+def _at(each: Sequence[StepScore], moment: str, common: set[int]) -> StepScore:
     if moment == COMMON:
         return next(score for score in each if score.step == max(common))
     if moment == BEST:
@@ -145,7 +145,7 @@ def _at(each: Sequence[Score], moment: str, common: set[int]) -> Score:
     return each[0] if moment == FIRST else each[-1]
 
 
-def _difference(a: RecordedRun, b: RecordedRun, name: str, first: Score, second: Score) -> Difference | None:
+def _difference(a: RecordedRun, b: RecordedRun, name: str, first: StepScore, second: StepScore) -> Difference | None:
     known = a.problems_of(name)
     same = known is not None and known == b.problems_of(name) and list(first.problems) == list(second.problems)
     if same and first.problems:
@@ -252,7 +252,7 @@ def as_data(runs: Sequence[RecordedRun], *, score: float | None, samples: int) -
 
 
 def _as_data(each: SetScores) -> dict[str, Any]:
-    def score(s: Score) -> dict[str, Any]:
+    def score(s: StepScore) -> dict[str, Any]:
         return {
             "step": s.step,
             "score": s.estimate.value,

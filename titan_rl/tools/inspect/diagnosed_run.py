@@ -8,19 +8,19 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.record.config_history import reward_cut
 from titan_rl.record.summary import known_lines
-from titan_rl.tools.diagnosis.answers import Answer, AnswerFacts
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.answer_facts import Answer, AnswerFacts
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, diagnose
 from titan_rl.tools.inspect.reward_audit import JudgedSample, judged, suspicions
 from titan_rl.tools.inspect.run_history import METRICS
-from titan_rl.tools.inspect.samples import ROLLOUTS, Sample, Samples
+from titan_rl.tools.inspect.samples import ROLLOUTS, RunSample, Samples
 
 MOST_BYTES = 2**28  # rollouts that are read, in about 15 s: the last steps of a larger file
 
 
 @dataclass(frozen=True, slots=True)
 class DiagnosedRun:
-    history: History
+    history: MetricsHistory
     diagnosis: Diagnosis
     notes: tuple[str, ...]  # what could not be read
 
@@ -36,7 +36,7 @@ class DiagnosedRun:
             for line in known_lines(run / METRICS)
             if line["kind"] == "startup" or line["step"] > begin or not begin
         )
-        history = History(lines, config, _answers(run, notes, begin))
+        history = MetricsHistory(lines, config, _answers(run, notes, begin))
         return cls(history, diagnose(history), tuple(notes))
 
 
@@ -76,7 +76,7 @@ def _answers(run: Path, notes: list[str], begin: int) -> AnswerFacts | None:
     return facts if facts.count else None
 
 
-def _answer(sample: Sample) -> Answer:
+def _answer(sample: RunSample) -> Answer:
     sampled = compress(sample.logprobs, sample.mask)
     return Answer(
         sample.step,

@@ -19,7 +19,7 @@ from titan_rl.config.toml import CONFIG, schema
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.run_lock import in_use
-from titan_rl.record.scores import Estimate, estimate
+from titan_rl.record.scores import ScoreEstimate, estimate
 from titan_rl.record.summary import elapsed, known_lines
 from titan_rl.tools.inspect.run_history import METRICS
 
@@ -37,12 +37,12 @@ class NoRun(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class StepScore:
     """What one evaluation of a set found."""
 
     step: int
     seconds: float
-    estimate: Estimate  # without an interval (NaN) where the run stored none
+    estimate: ScoreEstimate  # without an interval (NaN) where the run stored none
     problems: Mapping[str, float]  # mean reward by problem; empty: the run stored none
 
 
@@ -118,19 +118,19 @@ class RecordedRun:
         return sum(seconds for _, seconds in elapsed(self.lines))
 
     @cached_property
-    def scores(self) -> dict[str, list[Score]]:
+    def scores(self) -> dict[str, list[StepScore]]:
         """The scores of each evaluation set in the order of steps, from RL's beginning on."""
-        found: dict[str, dict[int, Score]] = {}
+        found: dict[str, dict[int, StepScore]] = {}
         for line in self.lines:
             if line["kind"] in ("rl", "fit", "eval"):
                 for name, value in _logged_scores(line):
-                    found.setdefault(name, {})[line["step"]] = Score(
+                    found.setdefault(name, {})[line["step"]] = StepScore(
                         line["step"], self.seconds[line["step"]], value, {}
                     )
         with suppress(OSError):
             for name, step, problems in self._evaluations():
                 if step in self.seconds:  # a step that has its metrics
-                    score = Score(step, self.seconds[step], estimate(list(problems.values())), problems)
+                    score = StepScore(step, self.seconds[step], estimate(list(problems.values())), problems)
                     found.setdefault(name, {})[step] = score
         return {name: [scores[step] for step in sorted(scores)] for name, scores in found.items()}
 
@@ -186,13 +186,13 @@ def number_of(line: Mapping[str, Any], key: str) -> float:
     return value if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
 
 
-def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
+def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, ScoreEstimate]]:
     """Yield the scores in a line of metrics.jsonl, by set."""
     for key in line:
         held_out = key == EVAL_SCORE
         if held_out or (key.startswith("eval/") and "/avg@" in key and key.count("/") == 2):
             head = "eval" if held_out else key
-            found = Estimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
+            found = ScoreEstimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
             if math.isfinite(found.value):
                 yield (HELD_OUT if held_out else key.split("/")[1]), found
 

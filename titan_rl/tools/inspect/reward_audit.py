@@ -23,7 +23,7 @@ from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 from titan_rl.tools.diagnosis.findings import Suspicion
 from titan_rl.tools.inspect.run_history import ROLLOUTS
-from titan_rl.tools.inspect.samples import Sample
+from titan_rl.tools.inspect.samples import RunSample
 
 GRADER = "grader"  # as tasks/rubric.py calls it
 PERIODS = 3  # equal parts of the steps; the first and the last are compared
@@ -123,7 +123,7 @@ def _sampled(row: Mapping[str, Any]) -> JudgedSample:
     )
 
 
-def judged(sample: Sample) -> JudgedSample | None:
+def judged(sample: RunSample) -> JudgedSample | None:
     """Return what the audit needs of a sample; None if it has no reward."""
     if sample.reward is None:
         return None

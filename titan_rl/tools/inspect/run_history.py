@@ -85,7 +85,7 @@ class TrainedStep:
 
 
 @dataclass(slots=True)
-class History:
+class LedgerHistory:
     """A run's folder as read: the history of all prompts, and the contradictions in the ledger."""
 
     folder: Path = Path()
@@ -106,7 +106,7 @@ class History:
     _open: deque[int] = field(default_factory=deque)
 
     @classmethod
-    def of(cls, folder: Path) -> "History":
+    def of(cls, folder: Path) -> "LedgerHistory":
         """Read a folder, also one with invalid lines. Raise OSError if there is no ledger."""
         history, expected = cls(folder), 0
         for number, line in enumerate(whole_lines(folder / NAME), 1):

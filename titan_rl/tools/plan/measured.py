@@ -21,7 +21,7 @@ from titan_rl.preflight.memory import on_cpu
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import whole_lines
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun
-from titan_rl.tools.inspect.samples import Sample, Samples
+from titan_rl.tools.inspect.samples import RunSample, Samples
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.train.learner import Packer
 from titan_rl.wire import types as wire
@@ -136,15 +136,15 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
     )
 
 
-def places_of(samples: list[Sample], config: Config, rows: int | UpTo) -> float:
+def places_of(samples: list[RunSample], config: Config, rows: int | UpTo) -> float:
     """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
     simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
-    trained = list[wire.Sample]()
+    trained = list[wire.RunSample]()
     for k, sample in enumerate(samples):
         prompt, size = _prompt(sample), min(len(sample.tokens), t.seq_len + 1)
         tokens = np.where(np.arange(size) < prompt, sample.prompt_id, -1 - k)
-        trained.append(wire.Sample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
+        trained.append(wire.RunSample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
     parts = minibatches(trained, config.algorithm, config.rollout.group_size)
     return sum(fitted(part, dp, t.seq_len, rows, share=True)[0].places for part in parts) / dp
 
@@ -154,7 +154,7 @@ def resolved_of(config: Config, cpu: bool) -> Config:
     return on_cpu(config, shape_of(config.model), host_memory()) if cpu else resolved(config, "cuda")
 
 
-def work_of(samples: list[Sample]) -> Work:
+def work_of(samples: list[RunSample]) -> Work:
     turns = [max(1, len(sample.turns)) for sample in samples]
     read = [
         (len(sample.tokens) - _prompt(sample) - sample.sampled) / (n - 1)
@@ -202,7 +202,7 @@ def spans_of(folder: Path) -> Iterator[Stretched]:
                 yield Stretched("controller", event["name"], begin / 1e6, seconds, {}, int(event["id"]))
 
 
-def _prompt(sample: Sample) -> int:
+def _prompt(sample: RunSample) -> int:
     """Return the tokens of a rollout's prompt."""
     mask = np.asarray(sample.mask)
     return int(mask.argmax()) if mask.any() else len(mask)

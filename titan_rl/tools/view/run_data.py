@@ -32,8 +32,8 @@ from titan_rl.record.run_lock import in_use
 from titan_rl.record.summary import known_lines
 from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
 from titan_rl.tools.inspect.recorded_run import summary_of
-from titan_rl.tools.inspect.run_history import History
-from titan_rl.tools.inspect.samples import EvaluationAnswers, Sample, Samples
+from titan_rl.tools.inspect.run_history import LedgerHistory
+from titan_rl.tools.inspect.samples import EvaluationAnswers, RunSample, Samples
 from titan_rl.tools.inspect.token_view import tokenizer_of
 from titan_rl.tools.view.token_pieces import Pieces
 from titan_rl.wire.counted import counted
@@ -132,9 +132,9 @@ def _config(folder: Path) -> Json:
     return {}
 
 
-def _history(folder: Path) -> History | None:
+def _history(folder: Path) -> LedgerHistory | None:
     with suppress(OSError):
-        return History.of(folder)
+        return LedgerHistory.of(folder)
     return None
 
 
@@ -185,7 +185,7 @@ def _faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
             }
 
 
-def _saves(history: History | None) -> Iterator[Json]:
+def _saves(history: LedgerHistory | None) -> Iterator[Json]:
     if history is not None:
         for step, trained in history.steps.items():
             if trained.saved:
@@ -225,7 +225,7 @@ def _mean(rewards: Sequence[float | None] | None) -> float | None:
     return round(sum(reward or 0.0 for reward in rewards) / len(rewards), 3)
 
 
-def _prompts(history: History | None, left_out: list[str]) -> list[Json]:
+def _prompts(history: LedgerHistory | None, left_out: list[str]) -> list[Json]:
     """Return the lives of prompts: dropped ones and repeated ones first, the rest evenly."""
     if history is None:
         return []
@@ -312,7 +312,7 @@ def _answers(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]
     return found
 
 
-def _by_problem(answers: Sequence[Sample]) -> Iterator[list[Sample]]:
+def _by_problem(answers: Sequence[RunSample]) -> Iterator[list[RunSample]]:
     for _, group in groupby(answers, key=lambda sample: sample.group):
         yield list(group)
 
@@ -345,7 +345,7 @@ def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
 
 
 def _group(
-    group: Sequence[Sample], pieces: Pieces | None, gaps: Mapping[tuple[int, ...], Sequence[float]] = NO_GAPS
+    group: Sequence[RunSample], pieces: Pieces | None, gaps: Mapping[tuple[int, ...], Sequence[float]] = NO_GAPS
 ) -> Json:
     first = group[0]
     return {
@@ -359,7 +359,7 @@ def _group(
     }
 
 
-def _sample(sample: Sample, pieces: Pieces | None, gaps: Sequence[float]) -> Json:
+def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> Json:
     shown: Json = {
         "index": sample.sample,
         "reward": _short(sample.reward),

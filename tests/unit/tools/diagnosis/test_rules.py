@@ -11,11 +11,11 @@ import pytest
 
 from support.metric_histories import Line, config, metrics, ramp
 from titan_rl.config.sections import Config
-from titan_rl.tools.diagnosis.answers import Answer, AnswerFacts
+from titan_rl.tools.diagnosis.answer_facts import Answer, AnswerFacts
 from titan_rl.tools.diagnosis.findings import Suspicion
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, diagnose
-from titan_rl.tools.diagnosis.watch import Watch
+from titan_rl.tools.diagnosis.watch import MetricsWatch
 
 GRPO, SMOL = config(), config("grpo_smollm2")
 GSPO, GSPO_4 = config("gspo_llama", rollout__max_staleness_steps=1), config("gspo_llama", algorithm__minibatches=4)
@@ -24,7 +24,7 @@ ANCHORED, COLD = config(algorithm__kl_coef=0.01), config(rollout__temperature=0.
 
 
 def found(lines: list[Line], cfg: Config, answers: AnswerFacts | None = None) -> Diagnosis:
-    return diagnose(History(lines, cfg, answers))
+    return diagnose(MetricsHistory(lines, cfg, answers))
 
 
 def first(diagnosis: Diagnosis) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def first(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def warned(lines: list[Line], cfg: Config) -> list[tuple[int, str]]:
     """Return the warnings of a run, with the step that gave rise to each."""
-    watch, warnings = Watch(cfg), list[tuple[int, str]]()
+    watch, warnings = MetricsWatch(cfg), list[tuple[int, str]]()
     for line in lines:
         if line["kind"] == "eval":
             watch.score(line["step"], line)
@@ -668,7 +668,7 @@ def written(folder: Path, lines: Sequence[Line]) -> Path:
 
 
 def test_a_rule_that_fails_is_one_warning_and_no_error(tmp_path: Path) -> None:
-    watch = Watch(GRPO)
+    watch = MetricsWatch(GRPO)
     lines = metrics(5, GRPO, change=lambda step, line: {"completions/max_length": "long"} if step > 2 else {})
     watch.restart(written(tmp_path, lines[:3]))
     broken = [{**line, "entropy": math.nan, "step": "four"} for line in lines[3:]]
@@ -681,7 +681,7 @@ def test_a_rule_that_fails_is_one_warning_and_no_error(tmp_path: Path) -> None:
 def test_a_resumed_run_begins_with_the_lines_before_and_repeats_no_warning(tmp_path: Path) -> None:
     cfg = config(optimizer__lr=0.03)
     lines = metrics(40, cfg, change=collapsed)
-    watch = Watch(cfg)
+    watch = MetricsWatch(cfg)
     watch.restart(written(tmp_path, lines[:12]))
     assert [bool(watch.step(line)) for line in lines[12:15]] == [True, False, False]
     watch.restart(written(tmp_path, lines[:12]))  # a rewind
