@@ -16,7 +16,6 @@ from titan_rl.record.scores import ScoreEstimate, estimate, ks_of, pass_at
 from titan_rl.wire.counted import counted
 from titan_rl.wire.types import Prompt, Rollout
 
-ANSWERS = "evaluation_answers.jsonl"
 # What an evaluation stores: the answers to its first problems, the first samples of each, and answers that failed.
 STORED_PROBLEMS, STORED_SAMPLES, STORED_FAILURES = 64, 4, 64
 STORED_CHARACTERS = 16_000  # a longer text loses its middle

@@ -20,13 +20,13 @@ from rich.text import Text
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.record.lines import strict
 from titan_rl.record.plan_view import labelled, print_trimmed
-from titan_rl.record.scores import FEWEST_CHANGED, Difference
 from titan_rl.record.terminal import brief, duration, open_console, visible
 from titan_rl.tools.inspect import comparison
 from titan_rl.tools.inspect.comparison import BEST, LETTERS, SamePrompt, SetScores
 from titan_rl.tools.inspect.plots import STYLES, Curve, Range, number, plot, sparkline
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, StepScore
 from titan_rl.tools.inspect.samples import RunSample
+from titan_rl.tools.inspect.score_differences import FEWEST_CHANGED, Difference
 from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 PROG = "titan_rl compare"

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError
+from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.fork_servers import Kind, serving
-from titan_rl.tools.refused_input import BadInput
+from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.wire.program import FAILED, STOPPED
 
 if TYPE_CHECKING:  # imported when this process has its own network
@@ -50,12 +51,12 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
     run, target_step = _run_of(target)
     inside = run is not None and run != target.absolute() and not target_step
     if not target.is_dir() or (inside and hf_folder(target) is None):
-        raise BadInput(f"expected the {TARGET}, found none of them at {target}")
+        raise Refusal(f"expected the {TARGET}, found none of them at {target}")
     if target_step and step not in (None, target_step):
-        raise BadInput(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
+        raise Refusal(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
     step = step or target_step or None
     if not (run or config_name):
-        raise BadInput(
+        raise Refusal(
             f"--config: expected the config with the task and the [generator] of {target}, because it is in no run's "
             "folder, found none"
         )
@@ -65,15 +66,15 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
         else:
             config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
-        raise BadInput("; ".join(error.problems)) from error
+        raise Refusal("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":
-        raise BadInput(f"{target}: expected a policy, found a reward model")
+        raise Refusal(f"{target}: expected a policy, found a reward model")
     if (folder := hf_folder(target)) is not None:
         if step is not None:
-            raise BadInput(f"--step: expected none with a Hugging Face folder, found {step}")
+            raise Refusal(f"--step: expected none with a Hugging Face folder, found {step}")
         return Chosen(config, str(folder), folder.absolute())
     if run is None:
-        raise BadInput(f"expected the {TARGET}, found none of them at {target}")
+        raise Refusal(f"expected the {TARGET}, found none of them at {target}")
     return _of_run(run, config, step)
 
 
@@ -90,7 +91,7 @@ def hf_folder(path: Path) -> Path | None:
 def _run_of(target: Path) -> tuple[Path | None, str]:
     """Return the run that the target is or is in, and the step if the target is its checkpoint."""
     near = [target.absolute(), *target.absolute().parents[:3]]
-    run = next((path for path in near if (path / "config.toml").is_file()), None)
+    run = next((path for path in near if (path / CONFIG).is_file()), None)
     named = STEP.fullmatch(target.name)
     if run is None or named is None or hf_folder(target) is not None:
         return run, ""
@@ -100,23 +101,19 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     """Choose a run's weights: of a step, or its newest. hf/ has the last step's once the run is finished."""
-    from titan_rl.record.checkpoints import Checkpoints
     from titan_rl.wire.checkpoint_sums import FOLDER
 
-    hf, folder = hf_folder(run / "hf"), run / FOLDER
-    steps = Checkpoints((folder,)).whole_steps()
+    hf, folder, names = hf_folder(run / "hf"), run / FOLDER, list(saved_steps(run))
     if step is not None:
-        cold = Checkpoints((folder / "cold_start",)).whole_steps()
-        names = [*(f"cold_start/{n}" for n in cold), *map(str, steps)]
         if step not in names:
-            raise BadInput(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
+            raise Refusal(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
         return Chosen(config, f"step {step} of {run}", None, run, step)
-    newest = max(steps, default=None)
-    if hf is not None and newest in (None, config.training.steps):
+    newest = next((name for name in reversed(names) if name.isdecimal()), None)
+    if hf is not None and newest in (None, str(config.training.steps)):
         return Chosen(config, f"{hf} (step {config.training.steps})", hf.absolute())
     if newest is None:
-        raise BadInput(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
-    return Chosen(config, f"step {newest} of {run}", None, run, str(newest))
+        raise Refusal(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
+    return Chosen(config, f"step {newest} of {run}", None, run, newest)
 
 
 def exported(chosen: Chosen, scratch: Path) -> Path:
@@ -129,7 +126,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2].removeprefix("titan_rl export: ")
-        raise BadInput(f"{chosen.name}: {why}")
+        raise Refusal(f"{chosen.name}: {why}")
     return out
 
 
@@ -141,27 +138,27 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     try:
         config = alone(config, folder, scratch)
     except FileNotFoundError as error:
-        raise BadInput(f"{error}; a run's paths are relative to the folder in which it was started") from error
+        raise Refusal(f"{error}; a run's paths are relative to the folder in which it was started") from error
     except (OSError, ValueError) as error:
-        raise BadInput(str(error)) from error
+        raise Refusal(str(error)) from error
     gpus = NO_GPUS if config.hosts.device == "cpu" else found_gpus()
     refuse_sets(config)
     needed = config.generator.replicas * config.generator.tensor_parallel_degree
     if gpus.count and needed > gpus.count:
-        raise BadInput(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
+        raise Refusal(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
     try:
         return prepare(
             str(folder), config, device="cuda" if gpus.count else "cpu", scratch=scratch / "model", gpus=gpus
         )
     except (OSError, ValueError) as error:
-        raise BadInput("; ".join(str(error).splitlines())) from error
+        raise Refusal("; ".join(str(error).splitlines())) from error
 
 
 def refuse_sets(config: Config) -> None:
     from titan_rl.preflight.checks.rollouts import check_evaluation
 
     if problems := list(check_evaluation(config)):
-        raise BadInput("; ".join(problems))
+        raise Refusal("; ".join(problems))
 
 
 def alone(config: Config, folder: Path, scratch: Path) -> Config:
@@ -205,7 +202,7 @@ def in_own_network(
             servers.keep(kinds)
         exposed = "" if config.hosts.isolation == "off" else isolation.isolate()
         if exposed and config.hosts.isolation == "require":
-            raise BadInput(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
+            raise Refusal(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
         if exposed:
             print(f"{prog}: {isolation.warning(exposed)}", file=sys.stderr)
         prepare_environment(config.fault.detect_seconds, meshes=config.generator.replicas)
@@ -242,10 +239,10 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or "." not in flag:
-            raise BadInput(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
+            raise Refusal(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
         if not equals:
             if not rest:
-                raise BadInput(f"{flag}: expected a value, found none")
+                raise Refusal(f"{flag}: expected a value, found none")
             value = rest.pop(0)
         overrides.append((flag.removeprefix("--"), value))
     return overrides

@@ -1,4 +1,4 @@
-"""Refuses what a user typed, by a message that names the argument to change."""
+"""Refuses input of a user, by a message that names the argument to change."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from titan_rl.wire.program import USAGE
 
 
-class BadInput(Exception):
+class Refusal(Exception):
     """The text names the expected value, the actual one, and the argument to change."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
@@ -20,6 +20,6 @@ def named_refusals(prog: str) -> Iterator[None]:
     """Turn a refusal into one line and its exit code."""
     try:
         yield
-    except BadInput as error:
+    except Refusal as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(error.code) from None

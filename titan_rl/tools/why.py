@@ -16,12 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
 
+from titan_rl.record.run_names import METRICS
 from titan_rl.record.terminal import visible
+from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
 from titan_rl.tools.diagnosis.findings import RunFinding
 from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, measured, progress
-from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
-from titan_rl.tools.inspect.run_history import METRICS
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.program import DONE, USAGE, WHY_PAGE, command_of, enter
 
 SHOWN = 5  # causes
@@ -31,9 +32,8 @@ MOST_CHARACTERS = 2000  # in one entry
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     run = options.run
-    if not (run / METRICS).is_file():
-        problem = f"found none in {run}" if run.is_dir() else f"found no folder {run}"
-        print(f"titan_rl why: RUN: expected the dump folder of a run, with its {METRICS}, {problem}", file=sys.stderr)
+    if missing := RunFiles(run).lack(METRICS):
+        print(f"titan_rl why: RUN: expected the dump folder of a run, with its {METRICS}, {missing}", file=sys.stderr)
         return USAGE
     found = DiagnosedRun.of(run)
     if options.json:
@@ -91,9 +91,9 @@ def _entry(run: Path, number: int, finding: RunFinding, width: int) -> Iterator[
         yield from _wrap("   change  " if not place else "   or      ", str(change), width)
     if finding.advice:
         yield from _wrap("   why     ", finding.advice.replace("RUN", shlex.quote(str(run))), width)
-    if finding.samples:
+    if finding.examples:
         yield f"   read    {'; '.join(finding.samples)}"
-        yield f"           {command_of('look')} {shlex.quote(str(run))} --prompt {finding.prompt}"
+        yield f"           {command_of('look')} {shlex.quote(str(run))} --prompt {finding.examples[0].prompt_id}"
     for effect in finding.effects:
         yield from _wrap("   effect  ", effect.text, width)
 

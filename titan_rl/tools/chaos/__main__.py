@@ -32,7 +32,8 @@ from titan_rl.tools.chaos.outcome import FaultOutcome
 from titan_rl.tools.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cases, problems, role_of, schedule
 from titan_rl.tools.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.tools.chaos.table import Findings, show, write
-from titan_rl.tools.chaos.verdict import audits, shared_memory, summary
+from titan_rl.tools.chaos.verdict import audits, shared_memory
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.failpoints import FaultOrder, give
 from titan_rl.wire.program import command_of
 
@@ -143,10 +144,10 @@ class Chaos:
             if why_early := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
                 self._say(why_early)
                 return BROKEN
-            findings.facts["baseline held-out score"] = summary(folder).get("final_eval")
-            findings.facts["baseline seconds"] = round(summary(folder).get("wall_seconds", 0.0), 1)
+            findings.facts["baseline held-out score"] = RunFiles(folder).summary().get("final_eval")
+            findings.facts["baseline seconds"] = round(RunFiles(folder).summary().get("wall_seconds", 0.0), 1)
         findings.ended = self._do_run(self._folder, self._argv, options.kills)
-        done = summary(self._folder)
+        done = RunFiles(self._folder).summary()
         findings.facts["held-out score"] = done.get("final_eval")
         findings.facts["seconds"] = round(done.get("wall_seconds", 0.0), 1)
         if options.baseline and done:

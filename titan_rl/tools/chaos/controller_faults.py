@@ -5,7 +5,6 @@ freeze, second          the controller stays, and no process may be replaced
 """
 
 import asyncio
-import json
 import os
 import re
 import resource
@@ -15,10 +14,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from titan_rl.record.ledger import events
-from titan_rl.record.lines import whole_lines
 from titan_rl.tools.chaos.outcome import FaultOutcome, continued
 from titan_rl.tools.chaos.subject import END_SECONDS, ChaosRun
+from titan_rl.tools.inspect.run_files import RunFiles
 
 FREEZE = 1.5  # times fault.hang_seconds
 LOG_ROOM = 8192  # bytes that the log may grow by, for the error of the full disk
@@ -123,10 +121,9 @@ async def _within(seconds: float, condition: Callable[[], object], run: ChaosRun
 
 def _last_step(run: ChaosRun) -> int:
     """Return the last RL step that metrics.jsonl has."""
-    lines = map(json.loads, whole_lines(run.folder / "metrics.jsonl"))
-    return max((line["step"] for line in lines if line["kind"] == "rl"), default=0)
+    return max((line["step"] for line in RunFiles(run.folder).metrics() if line["kind"] == "rl"), default=0)
 
 
 def _begun(run: ChaosRun) -> int:
     """Return the step after which the run continued the last time."""
-    return [event["step"] for event in events(run.folder) if event["event"] == "begun"][-1]
+    return [event["step"] for event in RunFiles(run.folder).ledger() if event["event"] == "begun"][-1]

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from titan_rl.config.sections import Config
+from titan_rl.record.lines import is_number
 from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
 from titan_rl.tools.diagnosis.findings import moved
 
@@ -248,10 +249,6 @@ class MetricsHistory:
             error = math.hypot(first.error, now.error)
             learnt = learnt or now.value - first.value > GAIN_SIGMAS * error
         return learnt
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,9 @@ def truncation(run: MetricsHistory) -> RunFinding | None:
     since = cut.since(lambda value: value >= CUT / 2)
     change, limit = _limit(run)
     longest = run["completions/max_length"].recent(1)
-    facts, bad, names, prompt = run.answers, "", (), None
-    if facts and facts.cut.count:
-        names, prompt = facts.cut.names, facts.cut.prompt
-        if facts.whole.rewarded and facts.cut.rewarded:
-            bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
+    facts, bad = run.answers, ""
+    if facts and facts.whole.rewarded and facts.cut.rewarded:
+        bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
     dead = run["frac_reward_zero_std"].recent() >= DEAD and not run.teacher_only
     early = len(cut) < CUT_STEPS and not dead  # a pretrained model often learns to be brief in its first steps
     briefer = cut.gain < -max(GAIN_SIGMAS * cut.gain_noise, BRIEFER * cut.values[0])
@@ -122,8 +120,7 @@ def truncation(run: MetricsHistory) -> RunFinding | None:
         (change,),
         f"An answer that does not end is judged as it stands; the longest has {longest:.0f} tokens. "
         "algorithm.overlong_filter leaves such answers out, and training.seq_len must hold prompt and answer.",
-        names,
-        prompt,
+        facts.cut.examples if facts else (),
         problem=not harmless,
         level=1 if share >= ALL_CUT else 0,
         explains=frozenset(
@@ -178,10 +175,10 @@ def _reward_finding(run: MetricsHistory, value: float) -> RunFinding:
     texts = f" with {len(facts.texts)} different texts" if facts and len(facts.texts) > 1 else ""
     scores = f", and the held-out score is {number(run.scores[-1].value)}" if _held_out_differs(run) else ""
     key = "task.rewards" if task.rewards else "task.reward"
-    missed, names, prompt = "", facts.whole.names if facts else (), facts.whole.prompt if facts else None
+    missed, bucket = "", facts and facts.whole
     if facts and facts.missed.count > MISSED * facts.count:
         missed = f"; {facts.missed.count} of them contain the reference"
-        names, prompt = facts.missed.names, facts.missed.prompt
+        bucket = facts.missed
     return RunFinding(
         "constant_reward",
         f"the reward is {number(value)} for all of {count} answers{texts}{missed}{scores}",
@@ -190,8 +187,7 @@ def _reward_finding(run: MetricsHistory, value: float) -> RunFinding:
         (Change(key, "a reward that tells these answers apart", _reward_name(run)),),
         "`titan_rl.run --dry-run` calls a reward once, and cannot see that it never changes: call it on the answers "
         "that are named here.",
-        names,
-        prompt,
+        bucket.examples if bucket else (),
         explains=frozenset(
             ("no_signal", "too_hard", "flat", "prompts", "rate_too_small", "solved", "format", "collapse")
         ),
@@ -234,8 +230,7 @@ def format_part(run: MetricsHistory) -> RunFinding | None:
         (Change(key, "check what this component looks for, and ask for it in the prompt", _reward_name(run)),),
         "A component that is never earned teaches nothing: no answer is ahead of its siblings by it. Name the format "
         "in task.system_prompt, show it in a cold start (task.demonstration_key), or reward a part of it.",
-        bucket.names if bucket else (),
-        bucket.prompt if bucket else None,
+        bucket.examples if bucket else (),
         explains=frozenset(("flat",)),
     )
 
@@ -268,8 +263,7 @@ def too_hard(run: MetricsHistory) -> RunFinding | None:
         tuple(changes),
         f"The task is too hard for this policy{custom}. RL strengthens answers that are right at times: an easier mix, "
         "supervised steps, a partial reward or a larger rollout.group_size makes some answers right.",
-        facts.whole.names if facts else (),
-        facts.whole.prompt if facts else None,
+        facts.whole.examples if facts else (),
         explains=frozenset(("no_signal", "flat", "prompts", "rate_too_small", "format", "collapse")),
     )  # fmt: skip
 
@@ -313,8 +307,7 @@ def no_signal(run: MetricsHistory) -> RunFinding | None:
         tuple(changes),
         "Each prompt is solved always or never: dynamic_sampling replaces such groups, [curriculum] sorts them out, "
         "and larger groups find rare right answers.",
-        facts.whole.names if facts else (),
-        facts.whole.prompt if facts else None,
+        facts.whole.examples if facts else (),
         explains=frozenset(("flat", "prompts")),
     )
 
@@ -373,8 +366,7 @@ def failures(run: MetricsHistory) -> RunFinding | None:
         run.last,
         (_remedy(run, name),),
         "Rollouts that ended as error, lost or timeout, or without a reward, are not trained on.",
-        bucket.names if bucket else (),
-        bucket.prompt if bucket else None,
+        bucket.examples if bucket else (),
         level=int(4 * share),
         explains=frozenset(("no_signal", "flat", "too_hard", "slow")) if share >= 0.5 else frozenset(),
     )

@@ -10,19 +10,20 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.evaluation import ANSWERS
-from titan_rl.record.ledger import NAME, digest, read_checksum
-from titan_rl.record.lines import fields, invalid, is_number, is_text, list_of, objects, superseded
+from titan_rl.record.ledger import digest, read_checksum
+from titan_rl.record.lines import is_number, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.run_names import ANSWERS, EVALUATIONS, LEDGER, METRICS, ROLLOUTS, SUMMARY
 from titan_rl.record.summary import summary_scores
-from titan_rl.tools.inspect.run_history import METRIC, METRICS, ROLLOUTS, LedgerHistory, PromptHistory
+from titan_rl.tools.inspect.line_checks import fields, invalid, is_text, objects, valid_objects
+from titan_rl.tools.inspect.run_files import EVALUATION
+from titan_rl.tools.inspect.run_history import METRIC, LedgerHistory, PromptHistory
 from titan_rl.wire.checkpoint_sums import FOLDER, export_damage
 
 ROLLOUT = fields(
@@ -32,15 +33,8 @@ ROLLOUT = fields(
     reward=lambda value: value is None or type(value) in (int, float),
 )
 TURN = fields("turn branch read sampled")
-EVALUATIONS, SUMMARY, HELD_OUT = "evaluations.jsonl", "summary.json", "heldout"
+HELD_OUT = "heldout"
 EXPORTED = ("hf", "start")
-_rewards = list_of(lambda reward: reward is None or is_number(reward))
-EVALUATION = fields(
-    "step",
-    kind=is_text,
-    set=is_text,
-    rewards=lambda value: isinstance(value, dict) and all(map(_rewards, value.values())),
-)
 STORED = fields("step left_out", kind=is_text, set=is_text, problems=lambda value: isinstance(value, list))
 
 
@@ -51,7 +45,7 @@ def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tup
     try:
         history = LedgerHistory.of(folder)
     except OSError as error:
-        return [f"{NAME}: {error.strerror or error}"], ""
+        return [f"{LEDGER}: {error.strerror or error}"], ""
     history.all_bytes = all_bytes
     problems = list[str]()
     for rule in RULES:
@@ -75,7 +69,7 @@ def events_follow(history: LedgerHistory) -> Iterator[str]:
     """Each event of the ledger is whole, valid and possible after those before it. The first is a start."""
     yield from history.problems
     if not history.starts:
-        yield f"{NAME}: expected the start of a run, found {'nothing' if not history.prompts else 'none'}"
+        yield f"{LEDGER}: expected the start of a run, found {'nothing' if not history.prompts else 'none'}"
 
 
 def config_valid(history: LedgerHistory) -> Iterator[str]:
@@ -138,7 +132,7 @@ def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
     """rollouts.jsonl has each sample that was trained on once, with the ledger's tokens, versions, turns and reward."""
     seen, checksums = defaultdict[tuple[int, int], list[int]](list), defaultdict[int, int](int)
     unknown: set[tuple[int, int]] = set()
-    for at, line, rollout in objects(history.folder / ROLLOUTS, ROLLOUT):
+    for at, line, rollout in objects(history.files / ROLLOUTS, ROLLOUT):
         if isinstance(rollout, str):
             yield rollout
             continue
@@ -215,7 +209,7 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
 def metrics_agree(history: LedgerHistory) -> Iterator[str]:
     """metrics.jsonl has each step once, as the run wrote it."""
     last, checksums = 0, dict[int, int]()
-    for at, line, metrics in objects(history.folder / METRICS, METRIC):
+    for at, line, metrics in objects(history.files / METRICS, METRIC):
         if isinstance(metrics, str):
             yield metrics
         elif metrics["kind"] == "rl":
@@ -241,34 +235,26 @@ def checkpoints_saved(history: LedgerHistory) -> Iterator[str]:
     gone."""
     if history.config is None:
         return
-    checkpoints = Checkpoints.of(history.folder, history.config)
+    checkpoints = Checkpoints.of(history.files.folder, history.config)
     whole = checkpoints.whole_steps()
     unsaved = [step for step in whole if step not in history.saved]
     yield from (f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}" for step in unsaved)
     for found, step, read in _whole_checkpoints(history):
         if (found is checkpoints and step in unsaved) or not (damaged := found.damage(step, read=read)):
             continue
-        yield damaged.removeprefix(f"{history.folder}/")
+        yield damaged.removeprefix(f"{history.files.folder}/")
     newest = max((step for step, trained in history.steps.items() if trained.saved), default=0)
     # Else a kill may have come before the checkpoint was whole.
-    ended = history.last > newest or (history.finished and _summary_steps(history.folder) == newest)
+    ended = history.last > newest or (history.finished and history.files.summary().get("steps") == newest)
     if newest and ended and newest not in whole:
         yield f"the ledger saved step {newest}, of which {FOLDER} has no whole checkpoint"
-
-
-def _summary_steps(folder: Path) -> Any:
-    """Return the last step of a summary, which a run writes after its last checkpoint, or None."""
-    path = folder / SUMMARY
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return json.loads(path.read_bytes())["steps"] if path.is_file() else None  # a FIFO has no end
-    return None
 
 
 def _whole_checkpoints(history: LedgerHistory) -> list[tuple[Checkpoints, int, bool]]:
     """Return the whole steps of each phase, oldest first, and which of them are read to the last byte."""
     if history.config is None:
         return []
-    phases = [Checkpoints.of(history.folder, history.config, phase) for phase in ("cold_start", "rl")]
+    phases = [Checkpoints.of(history.files.folder, history.config, phase) for phase in ("cold_start", "rl")]
     found = [(checkpoints, step) for checkpoints in phases for step in checkpoints.whole_steps()]
     return [(*each, history.all_bytes or each == found[-1]) for each in found]
 
@@ -276,7 +262,7 @@ def _whole_checkpoints(history: LedgerHistory) -> list[tuple[Checkpoints, int, b
 def _unread(history: LedgerHistory) -> str:
     """Return which checkpoints were compared by their sizes only."""
     unread = [
-        str((checkpoints.folders[0] / f"step-{step}").relative_to(history.folder))
+        str((checkpoints.folders[0] / f"step-{step}").relative_to(history.files.folder))
         for checkpoints, step, read in _whole_checkpoints(history)
         if not read
     ]
@@ -285,20 +271,19 @@ def _unread(history: LedgerHistory) -> str:
 
 def exports_whole(history: LedgerHistory) -> Iterator[str]:
     """The models in hf and start have the bytes that the run wrote."""
-    for path in (history.folder / name for name in EXPORTED):
+    for path in (history.files / name for name in EXPORTED):
         if os.path.lexists(path) and (why := export_damage(path, read=True)):
             yield f"{path.name}: {why}"
 
 
 def answers_agree(history: LedgerHistory) -> Iterator[str]:
     """The stored answers have the rewards of evaluations.jsonl, and are as they were written."""
-    if not all((history.folder / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
+    if not all((history.files / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
         return
     rewards = defaultdict[Any, list[Any]](list)  # a step that is made again after a rollback is evaluated again
-    for _, _, line in objects(history.folder / EVALUATIONS, EVALUATION):
-        if isinstance(line, dict):
-            rewards[line["kind"], line["step"], line["set"]].append((line["rewards"], line.get("answers")))
-    for at, raw, line in objects(history.folder / ANSWERS, STORED):
+    for line in history.files.evaluations():
+        rewards[line["kind"], line["step"], line["set"]].append((line["rewards"], line.get("answers")))
+    for at, raw, line in objects(history.files / ANSWERS, STORED):
         if isinstance(line, str):
             yield line
             continue
@@ -327,12 +312,12 @@ def answers_agree(history: LedgerHistory) -> Iterator[str]:
 
 def scores_agree(history: LedgerHistory) -> Iterator[str]:
     """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
-    metrics = [line for _, _, line in objects(history.folder / METRICS, METRIC) if isinstance(line, dict)]
+    metrics = list(valid_objects(history.files / METRICS, METRIC))
     scored = [line for line in metrics if EVAL_SCORE in line]
     scores = {_evaluated(line): line[EVAL_SCORE] for line in scored if is_number(line[EVAL_SCORE])}
     measured, lines = dict[tuple[bool, int], float](), set[bytes]()
-    if os.path.lexists(history.folder / EVALUATIONS):
-        for at, raw, line in objects(history.folder / EVALUATIONS, EVALUATION):
+    if os.path.lexists(history.files / EVALUATIONS):
+        for at, raw, line in objects(history.files / EVALUATIONS, EVALUATION):
             if isinstance(line, str):
                 yield line
                 continue
@@ -355,7 +340,7 @@ def scores_agree(history: LedgerHistory) -> Iterator[str]:
             yield f"{EVALUATIONS} has no evaluation of {what}, whose score is {score:g} in {METRICS}"
         elif abs(measured[cold, step] - score) > 1e-6:
             yield f"{EVALUATIONS}: {what} has the score {measured[cold, step]:g}, {score:g} in {METRICS}"
-    if history.finished and os.path.lexists(history.folder / SUMMARY):
+    if history.finished and os.path.lexists(history.files / SUMMARY):
         yield from _summary_problems(history, metrics)
 
 
@@ -365,11 +350,11 @@ def _evaluated(line: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _summary_problems(history: LedgerHistory, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not (history.folder / SUMMARY).is_file():
+    if not (history.files / SUMMARY).is_file():
         yield f"{SUMMARY}: expected a file, found something else"
         return
     try:
-        summary = json.loads((history.folder / SUMMARY).read_bytes())
+        summary = json.loads((history.files / SUMMARY).read_bytes())
         steps, seed = summary["steps"], summary.get("seed")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield f"{SUMMARY}: {type(error).__name__}: {error}"
@@ -388,7 +373,7 @@ def _summary_problems(history: LedgerHistory, metrics: Sequence[Mapping[str, Any
 def logs_complete(history: LedgerHistory) -> Iterator[str]:
     """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
     kinds, seen, twice = set[str](), set[int](), ""
-    for at, raw, line in objects(history.folder / METRICS, METRIC):
+    for at, raw, line in objects(history.files / METRICS, METRIC):
         if isinstance(line, dict):
             kinds.add(line["kind"])
         if (hashed := hash(raw)) in seen:
@@ -400,12 +385,12 @@ def logs_complete(history: LedgerHistory) -> Iterator[str]:
         yield f"{METRICS} has no line of a start, the ledger has {len(history.starts)}"
     earliest = min([start.step for start in history.starts[1:]] + [history.cut])
     for name in (METRICS, ROLLOUTS):
-        moved = _rl_steps(superseded(history.folder / name))
+        moved = _rl_steps(superseded(history.files / name))
         if invented := sorted(step for step in moved if step <= earliest):
-            where = superseded(history.folder / name).name
+            where = superseded(history.files / name).name
             yield f"{where} has step {invented[0]}, to before which the run never returned"
         cut = [step for step in history.steps if step > history.cut and step not in moved and history.uncut(step)]
-        present = _rl_steps(history.folder / name) if cut else ()
+        present = _rl_steps(history.files / name) if cut else ()
         for step in cut:
             if step not in present:
                 yield f"{name}: step {step} is missing, and no restart has moved it aside"
@@ -415,7 +400,7 @@ def _rl_steps(path: Path) -> set[int]:
     """Return the RL steps of which a file has lines."""
     if not os.path.lexists(path):
         return set()
-    return {line["step"] for _, _, line in objects(path, METRIC) if isinstance(line, dict) and line["kind"] == "rl"}
+    return {line["step"] for line in valid_objects(path, METRIC) if line["kind"] == "rl"}
 
 
 Rule = Callable[[LedgerHistory], Iterator[str]]

@@ -1,6 +1,5 @@
 """Reads a run's settings and results back from its folder. The run may be active, damaged or of another version."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,20 +9,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import tomli
-
 from titan_rl.config.eval_sets import HELD_OUT
-from titan_rl.config.plain_files import text_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED
 from titan_rl.config.toml import CONFIG, schema
-from titan_rl.record.lines import whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.run_lock import in_use
+from titan_rl.record.run_names import METRICS
 from titan_rl.record.scores import ScoreEstimate, estimate
-from titan_rl.record.summary import elapsed, known_lines
-from titan_rl.tools.inspect.run_history import METRICS
+from titan_rl.record.summary import elapsed
+from titan_rl.tools.inspect.run_files import RunFiles
 
-EVALUATIONS, SUMMARY = "evaluations.jsonl", "summary.json"
 NOT_SETTINGS = ("job.dump_folder", "job.fresh", "job.description")
 """Keys that differ between any two runs, and change no result."""
 ROWS = ("task.name", "task.prompt_key", "task.answer_key")
@@ -50,31 +44,33 @@ class StepScore:
 class RecordedRun:
     """A run as its folder records it."""
 
-    folder: Path
+    files: RunFiles
     settings: Mapping[str, Any]  # by "section.key", as the run resolved them, under today's names
     unreadable: str  # why the settings are missing, or ""
     lines: Sequence[Mapping[str, Any]]  # from metrics.jsonl
     summary: Mapping[str, Any]
-    active: bool
 
     @classmethod
     def read(cls, folder: Path) -> "RecordedRun":
         """Read a run's folder. Raise NoRun if it holds none, or one without any step."""
-        if not folder.is_dir():
-            raise NoRun(f"found no folder {folder}")
-        if not (folder / METRICS).is_file():
-            raise NoRun(f"found none in {folder}")
-        lines = [line for line in known_lines(folder / METRICS) if _sound(line)]
+        files = RunFiles(folder)
+        if missing := files.lack(METRICS):
+            raise NoRun(missing)
+        lines = [line for line in files.metrics() if _sound(line)]
         if not any(line["kind"] in ("rl", "fit", "eval", "cold_start") for line in lines):
-            raise NoRun(f"found no step in {folder / METRICS}")
+            raise NoRun(f"found no step in {files / METRICS}")
         settings, unreadable = {}, ""
         try:
-            settings = current_names(tomli.loads(text_of(folder / CONFIG)))
+            settings = current_names(files.tables())
         except FileNotFoundError:
             unreadable = f"it has no {CONFIG}"
         except (OSError, ValueError, RecursionError) as error:
             unreadable = f"{CONFIG}: {error}"
-        return cls(folder, settings, unreadable, lines, summary_of(folder), in_use(folder))
+        return cls(files, settings, unreadable, lines, files.summary())
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
 
     def setting(self, key: str) -> Any:
         """Return the run's value of a key. A key that the run's version did not have counts as its default of today;
@@ -97,7 +93,7 @@ class RecordedRun:
     @property
     def state(self) -> str:
         planned = self.setting("training.steps")
-        if self.active:
+        if self.files.active:
             return f"running, step {self.last} of {planned}"
         if not isinstance(planned, int) or self.last >= planned:
             return f"finished, {self.last} {'step' if self.last == 1 else 'steps'}"
@@ -148,14 +144,13 @@ class RecordedRun:
     def _evaluations(self) -> Iterator[tuple[str, int, dict[str, float]]]:
         """Yield set, step and each problem's mean reward of the evaluations that have a score. An answer without a
         reward counts as 0."""
-        for line in whole_lines(self.folder / EVALUATIONS):
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                found = json.loads(line)
-                rewards = found["rewards"]
-                problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
-                scored = any(reward is not None for each in rewards.values() for reward in each)
-                if found["kind"] != "cold_start" and scored and all(map(math.isfinite, problems.values())):
-                    yield str(found["set"]), int(found["step"]), problems
+        for line in self.files.evaluations():
+            rewards: Mapping[str, Sequence[float | None]] = line["rewards"]
+            scored = any(reward is not None for each in rewards.values() for reward in each)
+            if line["kind"] != "cold_start" and scored:
+                with suppress(ValueError, OverflowError):  # a problem without answers, a sum beyond floats
+                    problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
+                    yield line["set"], line["step"], problems
 
 
 def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,11 +190,3 @@ def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, ScoreEstimate
             found = ScoreEstimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
             if math.isfinite(found.value):
                 yield (HELD_OUT if held_out else key.split("/")[1]), found
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Return summary.json; empty if it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(text_of(folder / SUMMARY))
-        return found if isinstance(found, dict) else {}
-    return {}

@@ -16,10 +16,9 @@ from typing import Any
 
 import orjson
 
-from titan_rl.record.evaluation import ANSWERS
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_names import ANSWERS, ROLLOUTS
 
-ROLLOUTS = "rollouts.jsonl"
 STEP = re.compile(rb'\{"kind": ?"\w+", ?"step": ?(\d+), ?(?:"prompt_id": ?(\d+))?')
 NUMBERS = frozenset((int, float, type(None)))
 OPTIONAL: Mapping[str, type] = {
@@ -169,7 +168,7 @@ class Samples:
         return [sample for start, end in ranges for sample in self._read(start, end, prompt_id, needle)]
 
     def groups(self, step: int) -> list[list[RunSample]]:
-        return [list(group) for _, group in groupby(self.of_step(step), key=lambda sample: sample.group)]
+        return in_groups(self.of_step(step))
 
     def __iter__(self) -> Iterator[RunSample]:
         """Yield the samples of all steps in order."""
@@ -191,12 +190,17 @@ class Samples:
                 self.damaged += 1
 
 
+def in_groups(samples: Sequence[RunSample]) -> list[list[RunSample]]:
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
+
+
 class EvaluationAnswers:
     """The stored answers of a run's evaluations. Raises OSError if it has none."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ANSWERS
         self._at: dict[tuple[int, str], int] = {}  # first byte of each step and set
+        self.left_out = 0  # answers that are not stored, of the evaluations that were read
         self.damaged = 0  # lines
         start = 0
         for line in whole_lines(self._path):
@@ -215,17 +219,17 @@ class EvaluationAnswers:
     def steps(self) -> list[int]:
         return sorted({step for step, _ in self._at})
 
-    def of_step(self, step: int, name: str = "") -> tuple[list[RunSample], int]:
-        """Return the answers after a step, or one set's, and the number of answers that are not stored."""
-        answers, left_out = list[RunSample](), 0
+    def of_step(self, step: int, name: str = "") -> list[RunSample]:
+        """Return the answers after a step, or one set's."""
+        answers = list[RunSample]()
         for at in (at for (n, each), at in self._at.items() if n == step and name in ("", each)):
             try:
                 line = _object(next(whole_lines(self._path, at)))
                 answers += RunSample.of_evaluation(line)
-                left_out += _typed(line["left_out"], int)
+                self.left_out += _typed(line["left_out"], int)
             except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
                 self.damaged += 1
-        return answers, left_out
+        return answers
 
 
 def _object(line: bytes) -> Any:

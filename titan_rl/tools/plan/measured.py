@@ -16,12 +16,13 @@ from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import UpTo, fitted
 from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.preflight.memory import on_cpu
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_names import TIMELINE
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun
-from titan_rl.tools.inspect.samples import RunSample, Samples
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.train.learner import Packer
 from titan_rl.wire import types as wire
@@ -49,7 +50,7 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     enough steps. `cores`: how many times the work of one busy core all of them do; 0: they do not slow each other."""
     cores = cores or float(usable_cores())
     lines, config = steps_of(folder), config_of(folder)
-    samples = Samples(folder)
+    samples = RunFiles(folder).samples()
     by_step = [list(samples.of_step(int(line["step"]))) for line in lines]
     found = [sample for step in by_step for sample in step]
     if not any(sample.sampled for sample in found):
@@ -99,10 +100,9 @@ def steps_of(folder: Path) -> list[Mapping[str, float]]:
 
 def config_of(folder: Path) -> Config:
     """Return the run's config, on its device."""
-    try:
-        config = load_of_run(folder)
-    except (ConfigError, OSError) as error:
-        raise NoRun(f"found no config that can be read in {folder}: {error}") from error
+    config, why = RunFiles(folder).config_or_why()
+    if config is None:
+        raise NoRun(f"found no config that can be read in {folder}: {why}")
     lines = RecordedRun.read(folder).steps
     return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
@@ -140,11 +140,11 @@ def places_of(samples: list[RunSample], config: Config, rows: int | UpTo) -> flo
     """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
     simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
-    trained = list[wire.RunSample]()
+    trained = list[wire.Sample]()
     for k, sample in enumerate(samples):
         prompt, size = _prompt(sample), min(len(sample.tokens), t.seq_len + 1)
         tokens = np.where(np.arange(size) < prompt, sample.prompt_id, -1 - k)
-        trained.append(wire.RunSample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
+        trained.append(wire.Sample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
     parts = minibatches(trained, config.algorithm, config.rollout.group_size)
     return sum(fitted(part, dp, t.seq_len, rows, share=True)[0].places for part in parts) / dp
 
@@ -185,7 +185,7 @@ def between_turns(spans: list[Stretched]) -> Iterator[float]:
 def spans_of(folder: Path) -> Iterator[Stretched]:
     """Yield the spans in the run's newest timeline."""
     ranks, open_spans = dict[int, str](), dict[tuple[str, int], float]()
-    for line in whole_lines(folder / "timeline.json"):
+    for line in whole_lines(folder / TIMELINE):
         with suppress(ValueError):  # the brackets, and a line that a kill cut off
             event = json.loads(line.rstrip(b",\n"))
             if not isinstance(event, dict):
