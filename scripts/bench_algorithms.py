@@ -46,7 +46,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, find, load, to_toml
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.tools.deployed import overrides_of
-from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.refused_input import UsageError
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "ppo"),  # baselines
@@ -74,7 +74,7 @@ def main() -> int:
         configs = configs_of(a.config, a.algorithms or FEWER.get(name, ALGORITHMS), overrides, a.minibatches)
         if not a.plot and (problems := refused(configs)):
             raise ConfigError(problems)
-    except (ConfigError, Refusal) as error:
+    except (ConfigError, UsageError) as error:
         print(error, file=sys.stderr)
         return 2
     keys = " ".join(f"{key}={value}" for key, value in [("algorithm.minibatches", a.minibatches), *overrides])

@@ -38,7 +38,7 @@ from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.tools.deployed import overrides_of
 from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
-from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -81,11 +81,11 @@ def main() -> int:
         write_prompts(folder)
         write_configs(folder, judge_url, a.judge_model or "policy")
         for key in (key for key, _ in overrides if key.startswith(OWN)):
-            raise Refusal(f"--{key}: expected a key that all runs may share; docs/rlhf.md runs a stage by itself")
+            raise UsageError(f"--{key}: expected a key that all runs may share; docs/rlhf.md runs a stage by itself")
         first = ["reward_model", *([] if a.judge_url else ["judge"])]
         configs = {stage: load(folder / f"{stage}.toml", overrides) for stage in (*first, *ALGORITHMS)}
         model = with_models(configs["grpo"]).model.hf_assets_path
-    except (ConfigError, Refusal, FetchFailed) as error:
+    except (ConfigError, UsageError, FetchFailed) as error:
         return refuse(str(error))
     except OSError as error:
         return refuse(f"--folder: expected a folder that can be written, found {error}")

@@ -22,7 +22,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.tools.deployed import drive, in_own_network, overrides_of
-from titan_rl.tools.refused_input import Refusal, named_refusals
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 if TYPE_CHECKING:
@@ -87,22 +87,24 @@ def positive(text: str) -> int:
 def install(packages: Sequence[str], folder: str) -> None:
     """Install packages into the virtual environment at `folder`, and make it if there is none."""
     if not folder:
-        raise Refusal("--install: expected --environment.python with the folder of a virtual environment, found none")
+        raise UsageError(
+            "--install: expected --environment.python with the folder of a virtual environment, found none"
+        )
     python = Path(folder, "bin", "python")
     if not python.exists():
         venv.create(folder, with_pip=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     if subprocess.run(command, check=False).returncode:
-        raise Refusal(f"--install: expected packages that pip installs into {folder}, found {' '.join(packages)}")
+        raise UsageError(f"--install: expected packages that pip installs into {folder}, found {' '.join(packages)}")
 
 
 def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Config:
-    """Return the config to play by. Raise Refusal with everything that is wrong with it."""
+    """Return the config to play by. Raise UsageError with everything that is wrong with it."""
     from titan_rl.tasks.games import GAMES
 
     overridden = dict(overrides)
     if not (options.name or options.config):
-        raise Refusal("NAME: expected an environment, or --config with one, found none")
+        raise UsageError("NAME: expected an environment, or --config with one, found none")
     if options.name:
         agent = options.agent or options.name.startswith("verifiers:")
         keys = ("task.agent", "environment.name") if agent else ("environment.name", "task.agent")
@@ -121,7 +123,7 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
     try:
         return with_models(config_file.load(config_file.find(base), list(overridden.items())))
     except (ConfigError, FetchFailed) as error:
-        raise Refusal("; ".join(getattr(error, "problems", [str(error)]))) from error
+        raise UsageError("; ".join(getattr(error, "problems", [str(error)]))) from error
 
 
 def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
@@ -129,13 +131,13 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
     from titan_rl.record.terminal import Terminal, open_console
 
     if not config.rollout_code:
-        raise Refusal(f"NAME: expected an environment, because {options.config} has none, found none")
+        raise UsageError(f"NAME: expected an environment, because {options.config} has none, found none")
     if config.task.name == "jsonl" and not config.task.path:
         row = scratch / "rows.jsonl"
         row.write_text(ROW, encoding="utf-8")
         config = replace(config, task=replace(config.task, path=str(row)))
     if problems := list(check_environment(config)):
-        raise Refusal("; ".join(problems))
+        raise UsageError("; ".join(problems))
     terminal, setup = Terminal(), setup_of(config, scratch)
     rehearsals: list[Rehearsal] = []
 
@@ -162,7 +164,7 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
     try:
         setup = prepare("check_env", config, device="cpu", scratch=scratch / "model")
     except (OSError, ValueError) as error:
-        raise Refusal("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
     if config.model.hf_assets_path:
         return setup
     return replace(setup, folder=scratch)

@@ -22,7 +22,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.fork_servers import Kind, serving
-from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.wire.program import FAILED, STOPPED
 
@@ -51,12 +51,12 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
     run, target_step = _run_of(target)
     inside = run is not None and run != target.absolute() and not target_step
     if not target.is_dir() or (inside and hf_folder(target) is None):
-        raise Refusal(f"expected the {TARGET}, found none of them at {target}")
+        raise UsageError(f"expected the {TARGET}, found none of them at {target}")
     if target_step and step not in (None, target_step):
-        raise Refusal(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
+        raise UsageError(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
     step = step or target_step or None
     if not (run or config_name):
-        raise Refusal(
+        raise UsageError(
             f"--config: expected the config with the task and the [generator] of {target}, because it is in no run's "
             "folder, found none"
         )
@@ -66,15 +66,15 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
         else:
             config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
-        raise Refusal("; ".join(error.problems)) from error
+        raise UsageError("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":
-        raise Refusal(f"{target}: expected a policy, found a reward model")
+        raise UsageError(f"{target}: expected a policy, found a reward model")
     if (folder := hf_folder(target)) is not None:
         if step is not None:
-            raise Refusal(f"--step: expected none with a Hugging Face folder, found {step}")
+            raise UsageError(f"--step: expected none with a Hugging Face folder, found {step}")
         return Chosen(config, str(folder), folder.absolute())
     if run is None:
-        raise Refusal(f"expected the {TARGET}, found none of them at {target}")
+        raise UsageError(f"expected the {TARGET}, found none of them at {target}")
     return _of_run(run, config, step)
 
 
@@ -106,13 +106,13 @@ def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     hf, folder, names = hf_folder(run / "hf"), run / FOLDER, list(saved_steps(run))
     if step is not None:
         if step not in names:
-            raise Refusal(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
+            raise UsageError(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
         return Chosen(config, f"step {step} of {run}", None, run, step)
     newest = next((name for name in reversed(names) if name.isdecimal()), None)
     if hf is not None and newest in (None, str(config.training.steps)):
         return Chosen(config, f"{hf} (step {config.training.steps})", hf.absolute())
     if newest is None:
-        raise Refusal(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
+        raise UsageError(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
     return Chosen(config, f"step {newest} of {run}", None, run, newest)
 
 
@@ -126,7 +126,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2].removeprefix("titan_rl export: ")
-        raise Refusal(f"{chosen.name}: {why}")
+        raise UsageError(f"{chosen.name}: {why}")
     return out
 
 
@@ -138,27 +138,27 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     try:
         config = alone(config, folder, scratch)
     except FileNotFoundError as error:
-        raise Refusal(f"{error}; a run's paths are relative to the folder in which it was started") from error
+        raise UsageError(f"{error}; a run's paths are relative to the folder in which it was started") from error
     except (OSError, ValueError) as error:
-        raise Refusal(str(error)) from error
+        raise UsageError(str(error)) from error
     gpus = NO_GPUS if config.hosts.device == "cpu" else found_gpus()
     refuse_sets(config)
     needed = config.generator.replicas * config.generator.tensor_parallel_degree
     if gpus.count and needed > gpus.count:
-        raise Refusal(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
+        raise UsageError(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
     try:
         return prepare(
             str(folder), config, device="cuda" if gpus.count else "cpu", scratch=scratch / "model", gpus=gpus
         )
     except (OSError, ValueError) as error:
-        raise Refusal("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
 
 
 def refuse_sets(config: Config) -> None:
     from titan_rl.preflight.checks.rollouts import check_evaluation
 
     if problems := list(check_evaluation(config)):
-        raise Refusal("; ".join(problems))
+        raise UsageError("; ".join(problems))
 
 
 def alone(config: Config, folder: Path, scratch: Path) -> Config:
@@ -202,7 +202,7 @@ def in_own_network(
             servers.keep(kinds)
         exposed = "" if config.hosts.isolation == "off" else isolation.isolate()
         if exposed and config.hosts.isolation == "require":
-            raise Refusal(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
+            raise UsageError(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
         if exposed:
             print(f"{prog}: {isolation.warning(exposed)}", file=sys.stderr)
         prepare_environment(config.fault.detect_seconds, meshes=config.generator.replicas)
@@ -239,10 +239,10 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or "." not in flag:
-            raise Refusal(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
+            raise UsageError(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
         if not equals:
             if not rest:
-                raise Refusal(f"{flag}: expected a value, found none")
+                raise UsageError(f"{flag}: expected a value, found none")
             value = rest.pop(0)
         overrides.append((flag.removeprefix("--"), value))
     return overrides

@@ -24,7 +24,7 @@ from titan_rl.tools.deployed import (
     refuse_sets,
     setup_of,
 )
-from titan_rl.tools.refused_input import Refusal, named_refusals
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     chosen: dict[str, str] = {}
     for name, _, path in (text.partition("=") for text in options.sets):
         if name in chosen:
-            raise Refusal(f"--set: expected each set once, found {name} again")
+            raise UsageError(f"--set: expected each set once, found {name} again")
         chosen[name] = path
     for name, path in chosen.items():
         if path:
             known[name] = {**known.get(name, {}), "path": path}
         elif name not in known:
             expected = f"one of {', '.join(known)}, or NAME=FILE" if known else "NAME=FILE.jsonl"
-            raise Refusal(f"--set: expected {expected}, found {name}")
+            raise UsageError(f"--set: expected {expected}, found {name}")
     wishes = {key: getattr(options, key) for key in ("samples", "temperature", "size", "reward")}
     wishes = {key: value for key, value in wishes.items() if value is not None}
     tables = {name: {**known[name], **wishes} for name in chosen or known}
@@ -96,13 +96,13 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     if default:
         del tables[HELD_OUT]
         if "model" in [config.task.eval_reward or config.task.reward, *config.task.rewards]:
-            raise Refusal(
+            raise UsageError(
                 "--reward: expected one for the held-out problems, because the run's reward is a model, found none"
             )
     if not tables and not default:
-        raise Refusal("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
+        raise UsageError("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
     if problems := list(problems_of(tables)):
-        raise Refusal("; ".join(problems))
+        raise UsageError("; ".join(problems))
     return replace(config, eval=replace(config.eval, sets=tables)), default
 
 

@@ -25,7 +25,7 @@ from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.tools.inspect.run_files import RunFiles
-from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.adapters import PEFT_FOLDER, PEFT_WEIGHTS
@@ -66,14 +66,14 @@ def main(argv: Sequence[str]) -> int:
             name = "-".join(["hf", *(["critic"] if options.critic else []), source.step.replace("/", "-"), dtype])
             final = options.out or options.run / name
             if final.exists():
-                raise Refusal(f"--out: expected a folder that does not exist yet, found {final}")
+                raise UsageError(f"--out: expected a folder that does not exist yet, found {final}")
             if reason := unwritable(final.absolute().parent):
-                raise Refusal(f"--out: expected a folder that can be written, found {reason}")
+                raise UsageError(f"--out: expected a folder that can be written, found {reason}")
             try:
                 print(write_proven(source, final.absolute(), dtype, Path(scratch)))
             except OSError as error:  # a full disk
-                raise Refusal(f"nothing was written to {final}: {error}", FAILED) from error
-    except Refusal as error:
+                raise UsageError(f"nothing was written to {final}: {error}", FAILED) from error
+    except UsageError as error:
         print(f"titan_rl export: {error}", file=sys.stderr)
         return error.code
     except ProofFailed as error:
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> ExportSource:
     """Read the run's config, and find the checkpoint."""
     if not (run / CONFIG).is_file():
-        raise Refusal(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
     try:
         config = RunFiles(run).config()
         name, folder = _checkpoint(run, step, critic)
@@ -117,7 +117,7 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Exp
         pairs = config.algorithm.kind in ("preference", "reward")
         task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     except (ConfigError, OSError, ValueError) as error:
-        raise Refusal(f"{run}: {'; '.join(str(error).splitlines())}") from error
+        raise UsageError(f"{run}: {'; '.join(str(error).splitlines())}") from error
     return ExportSource(config, policy, task, name, folder)
 
 
@@ -125,17 +125,17 @@ def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
     """Return the name and the folder of a step's checkpoint; by default of the newest."""
     folders, checkpoints = saved_steps(run, critic=critic), run / FOLDER / ("critic" if critic else "")
     if not folders:
-        raise Refusal(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
+        raise UsageError(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
     name = step or list(folders)[-1]
     if name not in folders:
-        raise Refusal(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
+        raise UsageError(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
     return name, folders[name]
 
 
 def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -> str:
     """Write the folder, prove it, and only then give it its name. Return a line for the user."""
     if reason := damage(source.folder, read=True):
-        raise Refusal(f"{source.folder} is damaged: {reason}", FAILED)
+        raise UsageError(f"{source.folder} is damaged: {reason}", FAILED)
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from transformers.utils import logging
@@ -152,9 +152,9 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
-        raise Refusal(f"{source.folder} cannot be read: {reason}", FAILED) from error
+        raise UsageError(f"{source.folder} cannot be read: {reason}", FAILED) from error
     if spoilt := model.not_finite():
-        raise Refusal(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
+        raise UsageError(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
     sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))

@@ -43,7 +43,7 @@ from titan_rl.tools.inspect.sample_view import (
 )
 from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.tools.inspect.token_view import tokenizer_of
-from titan_rl.tools.refused_input import Refusal
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 PROG = "titan_rl look"
@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = tokenizer_of(files)
         if options.tokens and not options.json:
             if options.evaluation is not None:
-                raise Refusal("--tokens: expected training samples; evaluations store texts without their tokens")
+                raise UsageError("--tokens: expected training samples; evaluations store texts without their tokens")
             if tokenizer is None:
-                raise Refusal(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
-    except Refusal as error:
+                raise UsageError(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
+    except UsageError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return error.code
     except OSError as error:
@@ -154,7 +154,7 @@ def trained(options: argparse.Namespace, files: RunFiles) -> Picture:
     """Select samples of the steps."""
     samples = files.samples() if (files / ROLLOUTS).exists() else None
     if samples is None or not samples.steps:
-        raise Refusal(f"{files.folder}: {without_rollouts(files)}", FAILED)
+        raise UsageError(f"{files.folder}: {without_rollouts(files)}", FAILED)
     steps, chosen = samples.steps, chosen_steps(options, samples.steps)
     plain = not (selects(options) or options.sort or options.group or options.limit)
     if plain and len(chosen) == 1:
@@ -182,10 +182,10 @@ def evaluated(options: argparse.Namespace, files: RunFiles) -> Picture:
     """Select stored answers of evaluations."""
     if not (files / ANSWERS).exists() or not (answers := files.answers()).steps:
         why = "an earlier version made the run, or it has evaluated nothing yet"
-        raise Refusal(f"{files.folder}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
+        raise UsageError(f"{files.folder}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
     name: str = options.evaluation
     if name and name not in answers.sets:
-        raise Refusal(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
+        raise UsageError(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
     chosen = chosen_steps(options, answers.steps)
     groups, cut = selected(options, chosen, lambda step: answers.of_step(step, name))
     shown = list(chain.from_iterable(groups))
@@ -236,7 +236,7 @@ def pattern_of(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text[1:-1])
     except re.error as error:
-        raise Refusal(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
+        raise UsageError(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
 
 
 def needle_of(text: str | None) -> bytes:
@@ -280,21 +280,21 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
         return [steps[0 if wish == "first" else -1]]
     bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", wish)
     if bounds is None:
-        raise Refusal(f"--step: expected N, first, last or A-B, found {wish}")
+        raise UsageError(f"--step: expected N, first, last or A-B, found {wish}")
     low, high = int(bounds[1]), int(bounds[2] or bounds[1])
     if chosen := [step for step in steps if low <= step <= high]:
         return chosen
-    raise Refusal(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
+    raise UsageError(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
 
 
 def refuse_folder(files: RunFiles) -> None:
     run = files.folder
     if not run.is_dir():
-        raise Refusal(f"RUN: expected the dump folder of a run, found no folder {run}")
+        raise UsageError(f"RUN: expected the dump folder of a run, found no folder {run}")
     if not files.active and all(map(files.lack, (CONFIG, ROLLOUTS, ANSWERS))):
         policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/{CONFIG}")))
         hint = f"; its policies have folders: {policies}" if policies else ""
-        raise Refusal(f"RUN: expected the dump folder of a run, found no {CONFIG} in {run}{hint}")
+        raise UsageError(f"RUN: expected the dump folder of a run, found no {CONFIG} in {run}{hint}")
 
 
 def without_rollouts(files: RunFiles) -> str:

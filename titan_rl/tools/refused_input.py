@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from titan_rl.wire.program import USAGE
 
 
-class Refusal(Exception):
+class UsageError(Exception):
     """The text names the expected value, the actual one, and the argument to change."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
@@ -20,6 +20,6 @@ def named_refusals(prog: str) -> Iterator[None]:
     """Turn a refusal into one line and its exit code."""
     try:
         yield
-    except Refusal as error:
+    except UsageError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(error.code) from None

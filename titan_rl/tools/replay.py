@@ -27,7 +27,7 @@ from titan_rl.ext.replay.kept_batches import KeptBatches
 from titan_rl.record.lines import encode, replacing
 from titan_rl.tools.deployed import drive, in_own_network, overrides_of
 from titan_rl.tools.inspect.run_files import RunFiles
-from titan_rl.tools.refused_input import Refusal, named_refusals
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.wire.checkpoint_sums import damage
 from titan_rl.wire.cores import host_memory, usable_cores
@@ -92,19 +92,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -> ReplayPlan:
-    """Find the batches and the checkpoint. Raise Refusal if the step cannot be made again."""
+    """Find the batches and the checkpoint. Raise UsageError if the step cannot be made again."""
     files = RunFiles(run)
     if not (files / CONFIG).is_file():
-        raise Refusal(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
     if wrong := [key for key, _ in overrides if key.split(".")[0] not in FREE]:
-        raise Refusal(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
+        raise UsageError(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
     try:
         config = files.config(overrides)
     except ConfigError as error:
-        raise Refusal("; ".join(error.problems)) from error
+        raise UsageError("; ".join(error.problems)) from error
     batches, kept = KeptBatches(run, 0), set(KeptBatches(run, 0).steps)
     if not kept:
-        raise Refusal(f"RUN: expected batches of the run's steps, found none in {run}: it had record.batches = 0")
+        raise UsageError(f"RUN: expected batches of the run's steps, found none in {run}: it had record.batches = 0")
     if step is None:
         step = max(kept)
     saved = saved_steps(run)
@@ -115,10 +115,12 @@ def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -
     if not starts:
         reached = sorted({n for start, last in possible.items() for n in range(start + 1, last + 1)})
         expected = f"one of steps {_ranges(reached)}" if reached else "a checkpoint before a kept step"
-        raise Refusal(f"--step: expected {expected}: the steps after a checkpoint in {run} with batches, found {step}")
+        raise UsageError(
+            f"--step: expected {expected}: the steps after a checkpoint in {run} with batches, found {step}"
+        )
     start = max(starts)
     if start and (reason := damage(saved[str(start)], read=True)):
-        raise Refusal(f"{saved[str(start)]} is damaged: {reason}")
+        raise UsageError(f"{saved[str(start)]} is damaged: {reason}")
     recorded = {line["step"]: line for line in files.metrics() if line["kind"] in ("rl", "fit")}
     config = replace(
         config,
@@ -159,7 +161,7 @@ def model_of(plan: ReplayPlan, scratch: Path) -> "tuple[Config, ModelShape, Pack
     try:
         policy = policy_of(config, scratch / "policy")
     except (OSError, ValueError) as error:
-        raise Refusal("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
     shape = policy.shape
     resolved = on_gpus(config, shape, gpus.nbytes) if device == "cuda" else on_cpu(config, shape, host_memory())
     return resolved, shape, Packer.of(config, resolved, policy.tokenizer.pad), device
@@ -208,7 +210,7 @@ def mesh_of(config: Config, shape: "ModelShape", device: str) -> "ModelMesh":
     ranks = config.parallelism.world_size
     devices = visible_devices()[:ranks] if device == "cuda" else []
     if device == "cuda" and len(devices) < ranks:
-        raise Refusal(f"parallelism: expected at most {len(devices)} ranks, one per GPU of this host, found {ranks}")
+        raise UsageError(f"parallelism: expected at most {len(devices)} ranks, one per GPU of this host, found {ranks}")
     env = {
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(threads(config, "model", device, usable_cores())),
@@ -260,7 +262,7 @@ async def compare_logprobs(
 
     samples = [sample for update in updates for sample in update if "behaviour" in sample.columns]
     if not samples:
-        raise Refusal("--logprobs: expected an algorithm of RL: the batch has no log-probs of sampling")
+        raise UsageError("--logprobs: expected an algorithm of RL: the batch has no log-probs of sampling")
     with terminal.phase(f"log-probs before step {plan.step}"):
         batches = packer.update(samples, mesh.dp)
         answers, _ = await mesh.scores(batches, plan.config.rollout.temperature)
@@ -293,12 +295,12 @@ def debug(plan: ReplayPlan) -> int:
     import tempfile
 
     if plan.config.parallelism.world_size > 1:
-        raise Refusal(
+        raise UsageError(
             "--debug: expected one rank, because the step is made in this process; found "
             f"{plan.config.parallelism.world_size}: add --parallelism.data_parallel_shard_degree 1 and the like"
         )
     if not sys.stdin.isatty():
-        raise Refusal("--debug: expected a terminal, for the debugger, found none")
+        raise UsageError("--debug: expected a terminal, for the debugger, found none")
     with tempfile.TemporaryDirectory() as scratch:
         step, batches = in_process(plan, Path(scratch))
         print(f"{PROG}: step {plan.step} is about to be made: `n` and `s` make a step, `u` shows the caller, `q` ends")
