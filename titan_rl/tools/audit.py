@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     needed = ROLLOUTS if options.rewards else LEDGER
     run = RunFiles(options.run)
-    if missing := run.lack(needed):
+    missing = run.lack(needed)
+    if missing:
         expected = f"expected the dump folder of an RL run, with its {needed}"
         print(f"titan_rl audit: RUN: {expected}, {missing}", file=sys.stderr)
         return USAGE

@@ -136,7 +136,8 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
         row = scratch / "rows.jsonl"
         row.write_text(ROW, encoding="utf-8")
         config = replace(config, task=replace(config.task, path=str(row)))
-    if problems := list(check_environment(config)):
+    problems = list(check_environment(config))
+    if problems:
         raise UsageError("; ".join(problems))
     terminal, setup = Terminal(), setup_of(config, scratch)
     rehearsals: list[Rehearsal] = []
@@ -310,7 +311,8 @@ def wrong(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
     lost, read = unknown(setup, rehearsal)
     if lost and setup.config.model.hf_assets_path:
         yield f"model.hf_assets_path: {lost} of {read} tokens that are read stand for characters without a token"
-    if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
+    more = sum(len(rollout.branches) > 1 for rollout in rollouts)
+    if more:
         yield f"{more} of {len(rollouts)} rollouts began branches: earlier text was changed, and is read again"
 
 

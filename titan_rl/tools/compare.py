@@ -79,7 +79,8 @@ def read(folders: Sequence[Path]) -> list[RecordedRun]:
         raise NoRun(f"RUN: expected 2 to {len(LETTERS)} folders of runs, found {len(folders)}")
     runs: list[RecordedRun] = []
     for folder in folders:
-        if same := [run.folder for run in runs if os.path.realpath(run.folder) == os.path.realpath(folder)]:
+        same = [run.folder for run in runs if os.path.realpath(run.folder) == os.path.realpath(folder)]
+        if same:
             raise NoRun(f"RUN: expected different folders, found {same[0]} and {folder}, which are the same one")
         try:
             runs.append(RecordedRun.read(folder))
@@ -96,7 +97,8 @@ def view(
     yield Group(*(Text(f"warning  {text}", "yellow") for text in comparison.warnings(runs)))
     yield run_table(runs)
     yield from section("keys that differ", settings_view(runs))
-    if facts := comparison.provenance(runs):
+    facts = comparison.provenance(runs)
+    if facts:
         yield from section("versions and machines that differ", by_run(facts, runs, unknown="unknown"))
     for each in comparison.scores(runs):
         yield from section(f"score of {title(each.name)}", score_view(each, runs))
@@ -222,7 +224,8 @@ def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType
         xs, ys = Range.of([x for x, _ in finite]), Range.of([y for _, y in finite])
         shown = 0
         for at, curve in enumerate(drawn):
-            if values := [y for _, y in curve.finite]:
+            values = [y for _, y in curve.finite]
+            if values:
                 arrow = "→" if unicode else "->"
                 ends = f"{number(values[0])} {arrow} {number(values[-1])}"
                 bars = sparkline(curve, xs, ys, width=width - 38, blocks=unicode)

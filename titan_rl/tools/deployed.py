@@ -69,7 +69,8 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
         raise UsageError("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":
         raise UsageError(f"{target}: expected a policy, found a reward model")
-    if (folder := hf_folder(target)) is not None:
+    folder = hf_folder(target)
+    if folder is not None:
         if step is not None:
             raise UsageError(f"--step: expected none with a Hugging Face folder, found {step}")
         return Chosen(config, str(folder), folder.absolute())
@@ -157,7 +158,8 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
 def refuse_sets(config: Config) -> None:
     from titan_rl.preflight.checks.rollouts import check_evaluation
 
-    if problems := list(check_evaluation(config)):
+    problems = list(check_evaluation(config))
+    if problems:
         raise UsageError("; ".join(problems))
 
 

@@ -101,7 +101,8 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
             )
     if not tables and not default:
         raise UsageError("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
-    if problems := list(problems_of(tables)):
+    problems = list(problems_of(tables))
+    if problems:
         raise UsageError("; ".join(problems))
     return replace(config, eval=replace(config.eval, sets=tables)), default
 

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
             final = options.out or options.run / name
             if final.exists():
                 raise UsageError(f"--out: expected a folder that does not exist yet, found {final}")
-            if reason := unwritable(final.absolute().parent):
+            reason = unwritable(final.absolute().parent)
+            if reason:
                 raise UsageError(f"--out: expected a folder that can be written, found {reason}")
             try:
                 print(write_proven(source, final.absolute(), dtype, Path(scratch)))
@@ -134,7 +135,8 @@ def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
 
 def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -> str:
     """Write the folder, prove it, and only then give it its name. Return a line for the user."""
-    if reason := damage(source.folder, read=True):
+    reason = damage(source.folder, read=True)
+    if reason:
         raise UsageError(f"{source.folder} is damaged: {reason}", FAILED)
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
@@ -153,7 +155,8 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
         raise UsageError(f"{source.folder} cannot be read: {reason}", FAILED) from error
-    if spoilt := model.not_finite():
+    spoilt = model.not_finite()
+    if spoilt:
         raise UsageError(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
     sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:

@@ -190,7 +190,8 @@ def evaluated(options: argparse.Namespace, files: RunFiles) -> Picture:
     groups, cut = selected(options, chosen, lambda step: answers.of_step(step, name))
     shown = list(chain.from_iterable(groups))
     notes = [f"the run is active: its newest evaluation is of step {answers.steps[-1]}"] if files.active else []
-    if left_out := answers.left_out:
+    left_out = answers.left_out
+    if left_out:
         notes.append(f"{left_out} answers of these evaluations are not stored: {ANSWERS} has the first problems' only")
     notes += [] if shown else ["no stored answer matches"]
     return Picture(notes, groups if options.group else (), shown, more(cut, options))
@@ -282,7 +283,8 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
     if bounds is None:
         raise UsageError(f"--step: expected N, first, last or A-B, found {wish}")
     low, high = int(bounds[1]), int(bounds[2] or bounds[1])
-    if chosen := [step for step in steps if low <= step <= high]:
+    chosen = [step for step in steps if low <= step <= high]
+    if chosen:
         return chosen
     raise UsageError(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
 
@@ -302,7 +304,8 @@ def without_rollouts(files: RunFiles) -> str:
     config, _ = files.config_or_why()
     if config is not None and config.algorithm.kind != "rl":
         has = [f"the algorithm {config.algorithm.name} samples no rollouts"]
-        if steps := steps_logged(files):
+        steps = steps_logged(files)
+        if steps:
             has.append(f"{METRICS} has its {steps} steps")
         if (files / ANSWERS).exists() and files.answers().steps:
             has.append("--evaluation shows the answers of its evaluations")

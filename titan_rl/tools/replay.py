@@ -96,7 +96,8 @@ def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -
     files = RunFiles(run)
     if not (files / CONFIG).is_file():
         raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
-    if wrong := [key for key, _ in overrides if key.split(".")[0] not in FREE]:
+    wrong = [key for key, _ in overrides if key.split(".")[0] not in FREE]
+    if wrong:
         raise UsageError(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
     try:
         config = files.config(overrides)

@@ -32,7 +32,8 @@ MOST_CHARACTERS = 2000  # in one entry
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     run = options.run
-    if missing := RunFiles(run).lack(METRICS):
+    missing = RunFiles(run).lack(METRICS)
+    if missing:
         print(f"titan_rl why: RUN: expected the dump folder of a run, with its {METRICS}, {missing}", file=sys.stderr)
         return USAGE
     found = DiagnosedRun.of(run)
@@ -64,7 +65,8 @@ def report(run: Path, history: MetricsHistory, diagnosis: Diagnosis, notes: Sequ
     for number, finding in enumerate(diagnosis.problems[:SHOWN], 1):
         yield ""
         yield from _entry(run, number, finding, width)
-    if hidden := diagnosis.problems[SHOWN:]:
+    hidden = diagnosis.problems[SHOWN:]
+    if hidden:
         yield f"\n{len(hidden)} more: {', '.join(each.rule for each in hidden)} (--json has them)"
     suspicions = history.answers.suspicions if history.answers else ()
     if not diagnosis.problems:

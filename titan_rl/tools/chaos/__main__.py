@@ -132,7 +132,8 @@ class Chaos:
         config = self._config
         roles = ["trainer", *(["generator"] if config.samples_rollouts else []), *config.roles]
         roles += ["environment"] if config.rollout_code else []
-        if found := problems(options.kills, roles, self._config.training.steps, self._only):
+        found = problems(options.kills, roles, self._config.training.steps, self._only)
+        if found:
             refuse("the command line", found)
         self.findings = Findings(options.seed, options.kills)
 
@@ -141,7 +142,8 @@ class Chaos:
         if options.baseline:
             self._say("baseline: the same run without faults")
             folder = self._folder.with_name(f"{self._folder.name}.baseline")
-            if why_early := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
+            why_early = self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0)
+            if why_early:
                 self._say(why_early)
                 return BROKEN
             findings.facts["baseline held-out score"] = RunFiles(folder).summary().get("final_eval")
@@ -222,7 +224,8 @@ class Chaos:
         last, began, tasks = 0, time.monotonic(), list[asyncio.Task[None]]()
         try:
             for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
-                if every := self._options.every:
+                every = self._options.every
+                if every:
                     await asyncio.sleep(began + (len(tasks) + 1) * every - time.monotonic())
                     fault = replace(fault, step=0)
                 await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))

@@ -145,7 +145,8 @@ async def _fill_disk(run: ChaosRun, outcome: FaultOutcome) -> None:
     finally:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-    if (match := reported()) is not None:
+    match = reported()
+    if match is not None:
         step, lifted = int(match[1]), run.step
         until_saved = run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
         outcome.recovered = await until_saved - outcome.injected

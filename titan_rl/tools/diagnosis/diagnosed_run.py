@@ -47,7 +47,8 @@ def _answers(files: RunFiles, notes: list[str], begin: int) -> AnswerFacts | Non
     steps = [step for step in samples.steps if step > begin or not begin]
     if not steps:
         return None
-    if (size := (files / ROLLOUTS).stat().st_size) > MOST_BYTES:
+    size = (files / ROLLOUTS).stat().st_size
+    if size > MOST_BYTES:
         steps = steps[-max(1, len(steps) * MOST_BYTES // size) :]
         notes.append(f"samples: of steps {steps[0]} to {steps[-1]} only, because {ROLLOUTS} has {size / 2**30:.1f} GiB")
     facts, rewarded = AnswerFacts(), list[JudgedSample]()

@@ -188,7 +188,8 @@ def cgroup_file(controller: str, v1: str, v2: str) -> str:
     mount = Path("/sys/fs/cgroup")
     for folder, group, name in ((mount / controller, own.get(controller, ""), v1), (mount, own.get("", ""), v2)):
         for path in (folder / group / name, folder / name):
-            if text := text_of(path).strip():
+            text = text_of(path).strip()
+            if text:
                 return text
     return ""
 
@@ -242,7 +243,8 @@ def gather_sockets() -> Sockets:
         with tempfile.TemporaryDirectory(prefix="titan_rl-doctor-", dir=temporary_folder()) as folder:
             at = os.open(folder, os.O_PATH | os.O_DIRECTORY)  # its path may be too long, which is another problem
             try:
-                if error := listen(socket.AF_UNIX, f"/proc/self/fd/{at}/socket"):
+                error = listen(socket.AF_UNIX, f"/proc/self/fd/{at}/socket")
+                if error:
                     raise OSError(error)
             finally:
                 os.close(at)

@@ -52,7 +52,8 @@ def main(source: Path, folder: Path) -> None:
     tensors = {name: values for each in reader.tensors for name, values in [hf_tensor(each, config)]}
     wanted = {f"model.layers.{n}.{part}.weight" for n in range(config["num_hidden_layers"]) for part in PARTS.values()}
     wanted |= {name for gguf, name in WHOLE.items() if gguf != "output.weight"}
-    if missing := sorted(wanted - tensors.keys()):
+    missing = sorted(wanted - tensors.keys())
+    if missing:
         raise GgufRefused(f"expected {len(wanted)} tensors of a Llama model, found none of {', '.join(missing[:5])}")
     write(folder, config, tensors)
     write_tokenizer(source, folder)
@@ -61,7 +62,8 @@ def main(source: Path, folder: Path) -> None:
 
 def hf_config(facts: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     """Return the config.json of the file's model."""
-    if (family := facts.get("general.architecture")) != "llama":
+    family = facts.get("general.architecture")
+    if family != "llama":
         raise GgufRefused(f'expected general.architecture = "llama", found "{family}"')
 
     def fact(name: str, *default: Any) -> Any:
@@ -69,9 +71,11 @@ def hf_config(facts: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
             raise GgufRefused(f"expected the fact llama.{name}, found none")
         return facts.get(f"llama.{name}", *default)
 
-    if experts := fact("expert_count", 0):
+    experts = fact("expert_count", 0)
+    if experts:
         raise GgufRefused(f"expected a dense model, found llama.expert_count = {experts}")
-    if (scaling := fact("rope.scaling.type", "none")) != "none":
+    scaling = fact("rope.scaling.type", "none")
+    if scaling != "none":
         raise GgufRefused(f'expected llama.rope.scaling.type = "none", found "{scaling}"')
     heads, dim = fact("attention.head_count"), fact("embedding_length")
     head_dim = fact("rope.dimension_count", dim // heads)

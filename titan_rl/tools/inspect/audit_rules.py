@@ -90,7 +90,8 @@ def nothing_lost(history: LedgerHistory) -> Iterator[str]:
 def steps_whole(history: LedgerHistory) -> Iterator[str]:
     """Steps have all their prompts, and no more of them are done than training.steps."""
     for step, trained in history.steps.items():
-        if not (bounds := trained.start.bounds):
+        bounds = trained.start.bounds
+        if not bounds:
             continue
         if len(trained.prompts) != (expected := bounds["rollout.groups_per_step"]):
             yield f"step {step} trained on {len(trained.prompts)} prompts, expected {expected}"
@@ -213,7 +214,8 @@ def metrics_agree(history: LedgerHistory) -> Iterator[str]:
         if isinstance(metrics, str):
             yield metrics
         elif metrics["kind"] == "rl":
-            if (step := metrics["step"]) != last + 1:
+            step = metrics["step"]
+            if step != last + 1:
                 yield f"{at}: step {step} follows step {last}"
             if step not in history.steps:
                 yield f"{at}: step {step}, which the ledger has not trained"
@@ -376,7 +378,8 @@ def logs_complete(history: LedgerHistory) -> Iterator[str]:
     for at, raw, line in objects(history.files / METRICS, METRIC):
         if isinstance(line, dict):
             kinds.add(line["kind"])
-        if (hashed := hash(raw)) in seen:
+        hashed = hash(raw)
+        if hashed in seen:
             twice = twice or f"{at}: a line that is there twice"
         seen.add(hashed)
     if twice:
@@ -386,7 +389,8 @@ def logs_complete(history: LedgerHistory) -> Iterator[str]:
     earliest = min([start.step for start in history.starts[1:]] + [history.cut])
     for name in (METRICS, ROLLOUTS):
         moved = _rl_steps(superseded(history.files / name))
-        if invented := sorted(step for step in moved if step <= earliest):
+        invented = sorted(step for step in moved if step <= earliest)
+        if invented:
             where = superseded(history.files / name).name
             yield f"{where} has step {invented[0]}, to before which the run never returned"
         cut = [step for step in history.steps if step > history.cut and step not in moved and history.uncut(step)]

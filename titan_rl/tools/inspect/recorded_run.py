@@ -54,7 +54,8 @@ class RecordedRun:
     def read(cls, folder: Path) -> "RecordedRun":
         """Read a run's folder. Raise NoRun if it holds none, or one without any step."""
         files = RunFiles(folder)
-        if missing := files.lack(METRICS):
+        missing = files.lack(METRICS)
+        if missing:
             raise NoRun(missing)
         lines = [line for line in files.metrics() if _sound(line)]
         if not any(line["kind"] in ("rl", "fit", "eval", "cold_start") for line in lines):
@@ -161,7 +162,8 @@ def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in table.items() if isinstance(table, dict) else ():
             key = f"{section}.{name}"
-            if (new := RENAMED.get(key)) and name not in schema().get(section, {}):
+            new = RENAMED.get(key)
+            if new and name not in schema().get(section, {}):
                 values |= new.becomes(value, values)
             elif key not in REMOVED or name in schema().get(section, {}) or not REMOVED[key].is_default(value):
                 values[name] = value

@@ -269,7 +269,8 @@ class LedgerHistory:
         if step != self.last + 1:
             self._report(f"expected step {self.last + 1}, found {step}")
         for id in event["prompts"]:
-            if (prompt := self._admitted_prompt(id)) is None:
+            prompt = self._admitted_prompt(id)
+            if prompt is None:
                 continue
             if prompt.final:
                 self._report(f"prompt {id} has an outcome already: {prompt.outcome}")

@@ -149,7 +149,8 @@ class Samples:
         start = 0
         for line in whole_lines(self._path):
             end = start + len(line)
-            if (head := STEP.match(line)) is not None:
+            head = STEP.match(line)
+            if head is not None:
                 ranges = self._ranges.setdefault(int(head[1]), [])
                 begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
                 ranges.append((begin, end))

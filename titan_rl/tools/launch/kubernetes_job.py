@@ -61,12 +61,14 @@ class KubernetesJob:
         conditions = {each["type"]: each for each in job.get("status", {}).get("conditions") or [] if holds(each)}
         if conditions.keys() & {"Complete", "Failed"}:
             return ENDED
-        if suspended := conditions.get("Suspended"):
+        suspended = conditions.get("Suspended")
+        if suspended:
             return Look("pending", words("Suspended", suspended.get("message", "")))
         number = job["spec"]["completions"]
         pods = {index_of(pod): pod for pod in self._pods()}  # the newest of each index
         reasons = [why for pod in pods.values() if (why := waiting_for(pod))]
-        if missing := number - len(pods):
+        missing = number - len(pods)
+        if missing:
             reasons += [self._warning("Job", self.job) or "no pod yet"] * missing
         if reasons and set(reasons) <= {*WAITS}:
             name = next(pod["metadata"]["name"] for pod in pods.values() if waiting_for(pod))
@@ -233,7 +235,8 @@ def add_objects(job: Job, cluster: Cluster, uid: str) -> None:
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job_name(job), "uid": uid}
     _, *others = manifests(job)
     made = {(each["kind"], each["metadata"]["name"]): partial(dict, each) for each in others}
-    if secret := tls_secret(job):
+    secret = tls_secret(job)
+    if secret:
         made["Secret", secret] = partial(new_secret, job)
     for (kind, name), body_of in made.items():
         found = cluster.find(path_of(cluster, kind, name))

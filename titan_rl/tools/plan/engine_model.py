@@ -177,7 +177,8 @@ class EngineModel:
         steps, now = 0, self._cores.now()
         if self._running and not self._stopped:
             steps = self._ends[0][0] - self.stats.steps
-            if (room := self._rates.cached_tokens - self._held) > 0 and len(self._running) > 1:
+            room = self._rates.cached_tokens - self._held
+            if room > 0 and len(self._running) > 1:
                 steps = max(1, min(steps, room // len(self._running)))
             if self._looks:
                 steps = max(0, min(steps, ceil(self._steps(now - self._at) - ROUNDING)))
@@ -348,7 +349,8 @@ class EngineModel:
         open, before = sample.open, sample.prefix
         own, request, name = self._leave(sample), open.request, next(iter(open.request.affinity), "")
         if name and not sample.stale:  # the next turn begins with this one
-            if (old := self._unused.pop(name, None)) is not None:
+            old = self._unused.pop(name, None)
+            if old is not None:
                 self._free -= old.own
                 own += old.own if old is before else 0
             self._keep(Prefix(name, len(request.tokens) + sample.length, own))

@@ -22,7 +22,8 @@ LIVE_SECONDS = 5.0
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    if problem := problem_of(options):
+    problem = problem_of(options)
+    if problem:
         print(f"titan_rl view: {problem}", file=sys.stderr)
         return USAGE
     sample_bytes = round(options.sample_mb * 1e6)
@@ -68,7 +69,8 @@ def problem_of(options: argparse.Namespace) -> str:
     for run in options.run:
         if not run.is_dir():
             return f"RUN: expected the dump folder of a run, found no folder {run}"
-        if missing := RunFiles(run).lack(METRICS):
+        missing = RunFiles(run).lack(METRICS)
+        if missing:
             return f"RUN: expected the dump folder of a run, with its {METRICS}, {missing}"
     if len({run.resolve() for run in options.run}) < len(options.run):
         return "RUN: expected different runs, found one twice"

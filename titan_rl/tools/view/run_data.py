@@ -276,7 +276,8 @@ def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Js
         groups = {step: in_groups(answers) for step, answers in by_step.items() if answers}
         for at in range(max(map(len, groups.values()), default=0)):
             shown = [_group(each[at], None) for each in groups.values() if at < len(each)]
-            if (size := size + len(json.dumps(shown))) > share and problems:
+            size += len(json.dumps(shown))
+            if size > share and problems:
                 break
             problems |= {group["id"] for group in shown}
             found += shown
@@ -344,7 +345,8 @@ def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> 
 def _message(message: Mapping[str, Any]) -> Json:
     content = message.get("content")
     shown: Json = {"role": str(message.get("role", "")), "content": content if content is None else _text(content)}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         shown["calls"] = [_text(call.get("function", call) if isinstance(call, dict) else call) for call in calls]
     return shown
 

@@ -33,7 +33,8 @@ class Pieces:
                 found.append({"read": self._tokenizer.decode(ids, skip_special=False), "count": len(ids)})
                 continue
             ages = [next(versions, 0) for _ in tokens]
-            if (count := count + len(tokens)) > MOST_TOKENS:
+            count = count + len(tokens)
+            if count > MOST_TOKENS:
                 found.append({"read": f"… ({len(tokens):,} more tokens)", "count": 0})
                 break
             logprobs = [None if logprob is None else round(logprob, 3) for _, _, logprob in tokens]
