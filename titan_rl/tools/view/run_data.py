@@ -23,8 +23,9 @@ import tomli
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
+from titan_rl.tools.diagnosis.findings import RunFinding
 from titan_rl.tools.inspect.run_files import RunFiles
-from titan_rl.tools.inspect.run_history import LedgerHistory
+from titan_rl.tools.inspect.run_history import LedgerHistory, PromptHistory
 from titan_rl.tools.inspect.samples import RunSample, in_groups
 from titan_rl.tools.inspect.token_view import tokenizer_of
 from titan_rl.tools.view.token_pieces import Pieces
@@ -78,13 +79,14 @@ def curves(lines: Sequence[Mapping[str, Any]], left_out: list[str]) -> Json:
         by_step.setdefault(line["step"], {}).update(line)
     steps = sorted(by_step)
     if len(steps) > MOST_STEPS:
-        chosen = set(evenly(steps, MOST_STEPS)) | {s for s in steps if any(k.startswith("eval/") for k in by_step[s])}
+        chosen = set(evenly(steps, MOST_STEPS))
+        chosen.update(step for step in steps if any(key.startswith("eval/") for key in by_step[step]))
         left_out.append(f"curves have {len(chosen)} of {len(steps)} steps")
         steps = sorted(chosen)
-    tags = sorted({key for step in steps for key, value in by_step[step].items() if _is_number(value)})
-    values = {
-        tag: [_short(by_step[step].get(tag)) for step in steps] for tag in tags if tag not in ("step", "time")
-    }  # fmt: skip
+    tags = {key for step in steps for key, value in by_step[step].items() if _is_number(value)}
+    values = dict[str, list[float | None]]()
+    for tag in sorted(tags - {"step", "time"}):
+        values[tag] = [_short(by_step[step].get(tag)) for step in steps]
     return {"steps": steps, "times": [round(by_step[step]["time"], 1) for step in steps], "values": values}
 
 
@@ -92,7 +94,8 @@ def evenly(items: Sequence[Any], count: int) -> list[Any]:
     """Return `count` of the items, the first and the last among them, or all if there are fewer."""
     if len(items) <= count:
         return list(items)
-    return [items[i] for i in sorted({round(i) for i in np.linspace(0, len(items) - 1, max(1, count))})]
+    places = {round(i) for i in np.linspace(0, len(items) - 1, max(1, count))}
+    return [items[i] for i in sorted(places)]
 
 
 def flat(table: Mapping[str, Any], head: str = "") -> Json:
@@ -188,7 +191,9 @@ def _evaluations(files: RunFiles, left_out: list[str]) -> list[Json]:
                 f"the table of {name} has {len(steps)} of {len(by_step)} evaluations and {len(shown)} of "
                 f"{len(problems)} problems"
             )
-        means = [[_mean(by_step[step].get(problem)) for step in steps] for problem in shown]
+        means = list[list[float | None]]()
+        for problem in shown:
+            means.append([_mean(by_step[step].get(problem)) for step in steps])
         found.append({"set": name, "steps": steps, "problems": shown, "rewards": means})
     return found
 
@@ -209,20 +214,21 @@ def _prompts(history: LedgerHistory | None, left_out: list[str]) -> list[Json]:
     chosen += evenly(sorted(prompts.keys() - set(special)), MOST_PROMPTS - len(chosen))
     if len(chosen) < len(prompts):
         left_out.append(f"lives of {len(chosen)} of {len(prompts)} prompts")
-    return [
-        {
-            "id": id,
-            "turn": prompts[id].turn,
-            "admitted": prompts[id].admitted,
-            "admissions": prompts[id].admissions,
-            "versions": list(prompts[id].versions),
-            "tokens": list(prompts[id].tokens or ()),
-            "rewards": [_short(reward) for reward in prompts[id].rewards or ()],
-            "trained": prompts[id].trained,
-            "dropped": prompts[id].dropped,
-        }
-        for id in sorted(chosen)
-    ]
+    return [_prompt(id, prompts[id]) for id in sorted(chosen)]
+
+
+def _prompt(id: int, prompt: PromptHistory) -> Json:
+    return {
+        "id": id,
+        "turn": prompt.turn,
+        "admitted": prompt.admitted,
+        "admissions": prompt.admissions,
+        "versions": list(prompt.versions),
+        "tokens": list(prompt.tokens or ()),
+        "rewards": list(map(_short, prompt.rewards or ())),
+        "trained": prompt.trained,
+        "dropped": prompt.dropped,
+    }
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -271,17 +277,17 @@ def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Js
         return []
     found: list[Json] = []
     for name in stored.sets:
-        by_step = {step: stored.of_step(step, name) for step in evenly(stored.steps, FEWEST_STEPS)}
         share, problems, size = sample_bytes // len(stored.sets), set[int](), 0
-        groups = {step: in_groups(answers) for step, answers in by_step.items() if answers}
-        for at in range(max(map(len, groups.values()), default=0)):
-            shown = [_group(each[at], None) for each in groups.values() if at < len(each)]
+        groups = [in_groups(stored.of_step(step, name)) for step in evenly(stored.steps, FEWEST_STEPS)]
+        groups = list(filter(None, groups))
+        for at in range(max(map(len, groups), default=0)):
+            shown = [_group(each[at], None) for each in groups if at < len(each)]
             size += len(json.dumps(shown))
             if size > share and problems:
                 break
             problems |= {group["id"] for group in shown}
             found += shown
-        if len(groups) < len(stored.steps) or len(problems) < max(map(len, groups.values()), default=0):
+        if len(groups) < len(stored.steps) or len(problems) < max(map(len, groups), default=0):
             left_out.append(f"answers of {name}: {counted(len(problems), 'problem')} at {len(groups)} evaluations")
     found.sort(key=lambda group: (group["set"], group["step"], group["index"]))
     return found
@@ -290,18 +296,19 @@ def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Js
 def _findings(folder: Path) -> list[Json]:
     """Return what titan_rl why names, the first suspect first."""
     found = DiagnosedRun.of(folder).diagnosis.findings
-    return [
-        {
-            "rule": each.rule,
-            "severity": "problem" if each.problem else "notice",
-            "text": each.text,
-            "changes": [str(change) for change in each.changes],
-            "advice": each.advice,
-            "effects": [effect.text for effect in each.effects],
-            "samples": [[example.step, example.prompt_id] for example in each.examples],
-        }
-        for each in found
-    ]
+    return list(map(_finding, found))
+
+
+def _finding(found: RunFinding) -> Json:
+    return {
+        "rule": found.rule,
+        "severity": "problem" if found.problem else "notice",
+        "text": found.text,
+        "changes": list(map(str, found.changes)),
+        "advice": found.advice,
+        "effects": [effect.text for effect in found.effects],
+        "samples": [[example.step, example.prompt_id] for example in found.examples],
+    }
 
 
 def _group(
