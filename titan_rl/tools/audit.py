@@ -24,10 +24,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     needed = ROLLOUTS if options.rewards else LEDGER
     run = RunFiles(options.run)
-    missing = run.lack(needed)
-    if missing:
+    if not (run / needed).exists():
         expected = f"expected the dump folder of an RL run, with its {needed}"
-        print(f"titan_rl audit: RUN: {expected}, {missing}", file=sys.stderr)
+        print(f"titan_rl audit: RUN: {expected}, {run.absence}", file=sys.stderr)
         return USAGE
     return audit_rewards(run) if options.rewards else audit_ledger(run, options.all_bytes)
 

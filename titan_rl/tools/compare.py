@@ -9,8 +9,8 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -261,7 +261,7 @@ def samples_view(prompts: Sequence[SamePrompt]) -> RenderableType:
         for at in range(len(each.samples)):
             table.add_column(letter(at), overflow="fold", ratio=1)
         columns = [[sample_text(sample) for sample in group[:SAMPLES_SHOWN]] for group in each.samples]
-        for row in zip_padded(columns):
+        for row in zip_longest(*columns, fillvalue=""):
             table.add_row(*row)
         heading = [("prompt", Text(visible(each.prompt, 300))), ("answer", Text(visible(each.answer, 100)))]
         parts += [labelled(heading), table, Text()]
@@ -273,11 +273,6 @@ def sample_text(sample: RunSample) -> Text:
     cut = ", cut off" if sample.truncated else ""
     turns = f", {len(sample.turns)} turns" if len(sample.turns) > 1 else ""
     return Text.assemble((f"{reward}{turns}{cut} ", "dim"), visible(sample.text, 300))
-
-
-def zip_padded(columns: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
-    for row in range(max(map(len, columns))):
-        yield [column[row] if row < len(column) else "" for column in columns]
 
 
 if __name__ == "__main__":

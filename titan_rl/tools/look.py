@@ -293,7 +293,7 @@ def refuse_folder(files: RunFiles) -> None:
     run = files.folder
     if not run.is_dir():
         raise UsageError(f"RUN: expected the dump folder of a run, found no folder {run}")
-    if not files.active and all(map(files.lack, (CONFIG, ROLLOUTS, ANSWERS))):
+    if not files.active and not any((files / name).exists() for name in (CONFIG, ROLLOUTS, ANSWERS)):
         policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/{CONFIG}")))
         hint = f"; its policies have folders: {policies}" if policies else ""
         raise UsageError(f"RUN: expected the dump folder of a run, found no {CONFIG} in {run}{hint}")

@@ -31,10 +31,10 @@ MOST_CHARACTERS = 2000  # in one entry
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    run = options.run
-    missing = RunFiles(run).lack(METRICS)
-    if missing:
-        print(f"titan_rl why: RUN: expected the dump folder of a run, with its {METRICS}, {missing}", file=sys.stderr)
+    run, files = options.run, RunFiles(options.run)
+    if not (files / METRICS).is_file():
+        expected = f"expected the dump folder of a run, with its {METRICS}"
+        print(f"titan_rl why: RUN: {expected}, {files.absence}", file=sys.stderr)
         return USAGE
     found = DiagnosedRun.of(run)
     if options.json:

@@ -21,7 +21,7 @@ from titan_rl.record.lines import is_number, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.run_names import ANSWERS, EVALUATIONS, LEDGER, METRICS, ROLLOUTS, SUMMARY
 from titan_rl.record.summary import summary_scores
-from titan_rl.tools.inspect.line_checks import fields, invalid, is_text, objects, valid_objects
+from titan_rl.tools.inspect.line_checks import fields, invalid, is_text, valid_objects
 from titan_rl.tools.inspect.run_files import EVALUATION
 from titan_rl.tools.inspect.run_history import METRIC, LedgerHistory, PromptHistory
 from titan_rl.wire.checkpoint_sums import FOLDER, export_damage
@@ -133,7 +133,7 @@ def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
     """rollouts.jsonl has each sample that was trained on once, with the ledger's tokens, versions, turns and reward."""
     seen, checksums = defaultdict[tuple[int, int], list[int]](list), defaultdict[int, int](int)
     unknown: set[tuple[int, int]] = set()
-    for at, line, rollout in objects(history.files / ROLLOUTS, ROLLOUT):
+    for at, line, rollout in history.files.objects(ROLLOUTS, ROLLOUT):
         if isinstance(rollout, str):
             yield rollout
             continue
@@ -210,7 +210,7 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
 def metrics_agree(history: LedgerHistory) -> Iterator[str]:
     """metrics.jsonl has each step once, as the run wrote it."""
     last, checksums = 0, dict[int, int]()
-    for at, line, metrics in objects(history.files / METRICS, METRIC):
+    for at, line, metrics in history.files.objects(METRICS, METRIC):
         if isinstance(metrics, str):
             yield metrics
         elif metrics["kind"] == "rl":
@@ -285,7 +285,7 @@ def answers_agree(history: LedgerHistory) -> Iterator[str]:
     rewards = defaultdict[Any, list[Any]](list)  # a step that is made again after a rollback is evaluated again
     for line in history.files.evaluations():
         rewards[line["kind"], line["step"], line["set"]].append((line["rewards"], line.get("answers")))
-    for at, raw, line in objects(history.files / ANSWERS, STORED):
+    for at, raw, line in history.files.objects(ANSWERS, STORED):
         if isinstance(line, str):
             yield line
             continue
@@ -319,7 +319,7 @@ def scores_agree(history: LedgerHistory) -> Iterator[str]:
     scores = {_evaluated(line): line[EVAL_SCORE] for line in scored if is_number(line[EVAL_SCORE])}
     measured, lines = dict[tuple[bool, int], float](), set[bytes]()
     if os.path.lexists(history.files / EVALUATIONS):
-        for at, raw, line in objects(history.files / EVALUATIONS, EVALUATION):
+        for at, raw, line in history.files.objects(EVALUATIONS, EVALUATION):
             if isinstance(line, str):
                 yield line
                 continue
@@ -375,7 +375,7 @@ def _summary_problems(history: LedgerHistory, metrics: Sequence[Mapping[str, Any
 def logs_complete(history: LedgerHistory) -> Iterator[str]:
     """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
     kinds, seen, twice = set[str](), set[int](), ""
-    for at, raw, line in objects(history.files / METRICS, METRIC):
+    for at, raw, line in history.files.objects(METRICS, METRIC):
         if isinstance(line, dict):
             kinds.add(line["kind"])
         hashed = hash(raw)

@@ -54,9 +54,8 @@ class RecordedRun:
     def read(cls, folder: Path) -> "RecordedRun":
         """Read a run's folder. Raise NoRun if it holds none, or one without any step."""
         files = RunFiles(folder)
-        missing = files.lack(METRICS)
-        if missing:
-            raise NoRun(missing)
+        if not (files / METRICS).is_file():
+            raise NoRun(files.absence)
         lines = [line for line in files.metrics() if _sound(line)]
         if not any(line["kind"] in ("rl", "fit", "eval", "cold_start") for line in lines):
             raise NoRun(f"found no step in {files / METRICS}")

@@ -56,10 +56,9 @@ class RunFiles:
     def active(self) -> bool:
         return in_use(self.folder)
 
-    def lack(self, name: str) -> str:
-        """Return the end of a message that a file, or the whole folder, was not found; "" if the file is there."""
-        if (self / name).exists():
-            return ""
+    @property
+    def absence(self) -> str:
+        """Return the end of a message that a file, or the whole folder, was not found."""
         return f"found none in {self.folder}" if self.folder.is_dir() else f"found no folder {self.folder}"
 
     def objects(self, name: str, expected: Mapping[str, Check]) -> Objects:

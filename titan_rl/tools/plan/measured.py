@@ -49,16 +49,19 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     """Return the config of a run, the rates that its parts had, and the tokens of its rollouts. Raise NoRun without
     enough steps. `cores`: how many times the work of one busy core all of them do; 0: they do not slow each other."""
     cores = cores or float(usable_cores())
-    lines, config = steps_of(folder), config_of(folder)
-    samples = RunFiles(folder).samples()
-    by_step = [list(samples.of_step(int(line["step"]))) for line in lines]
+    lines, files = steps_of(folder), RunFiles(folder)
+    config, why = files.config_or_why()
+    if config is None:
+        raise NoRun(f"found no config that can be read in {folder}: {why}")
+    cpu = "memory/max_reserved_gib" not in lines[-1]
+    config, samples = on_device(config, "cpu" if cpu else "cuda"), files.samples()
+    by_step = [samples.of_step(int(line["step"])) for line in lines]
     found = [sample for step in by_step for sample in step]
     if not any(sample.sampled for sample in found):
         raise NoRun(f"found no rollouts of its steps in {folder}")
     work = work_of(found)
     began = min(line["time"] - line["time/step"] for line in lines)
     spans = [span for span in spans_of(folder) if span.begin >= began]
-    cpu = "memory/max_reserved_gib" not in lines[-1]
     rows = Packer.of(config, resolved_of(config, cpu), 0).rows
     places = sum(places_of(step, config, rows) for step in by_step if step)
     of_replica, of_rank = (min(cores, number) * float(cpu) for number in threads_of(config))
@@ -96,15 +99,6 @@ def steps_of(folder: Path) -> list[Mapping[str, float]]:
     if not lines:
         raise NoRun(f"found fewer than {SKIPPED + 1} RL steps in {folder}")
     return lines
-
-
-def config_of(folder: Path) -> Config:
-    """Return the run's config, on its device."""
-    config, why = RunFiles(folder).config_or_why()
-    if config is None:
-        raise NoRun(f"found no config that can be read in {folder}: {why}")
-    lines = RecordedRun.read(folder).steps
-    return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
 
 def engine_rates(spans: list[Stretched], slow: float, cores: float, forward_s: float, block: int) -> EngineRates:
