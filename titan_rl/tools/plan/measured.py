@@ -49,12 +49,9 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     """Return the config of a run, the rates that its parts had, and the tokens of its rollouts. Raise NoRun without
     enough steps. `cores`: how many times the work of one busy core all of them do; 0: they do not slow each other."""
     cores = cores or float(usable_cores())
-    lines, files = steps_of(folder), RunFiles(folder)
-    config, why = files.config_or_why()
-    if config is None:
-        raise NoRun(f"found no config that can be read in {folder}: {why}")
+    lines, config = steps_of(folder), config_of(folder)
     cpu = "memory/max_reserved_gib" not in lines[-1]
-    config, samples = on_device(config, "cpu" if cpu else "cuda"), files.samples()
+    samples = RunFiles(folder).samples()
     by_step = [samples.of_step(int(line["step"])) for line in lines]
     found = [sample for step in by_step for sample in step]
     if not any(sample.sampled for sample in found):
@@ -99,6 +96,15 @@ def steps_of(folder: Path) -> list[Mapping[str, float]]:
     if not lines:
         raise NoRun(f"found fewer than {SKIPPED + 1} RL steps in {folder}")
     return lines
+
+
+def config_of(folder: Path) -> Config:
+    """Return the run's config, on its device."""
+    config, why = RunFiles(folder).config_or_why()
+    if config is None:
+        raise NoRun(f"found no config that can be read in {folder}: {why}")
+    lines = RecordedRun.read(folder).steps
+    return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
 
 def engine_rates(spans: list[Stretched], slow: float, cores: float, forward_s: float, block: int) -> EngineRates:
