@@ -38,6 +38,7 @@ from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.tools.deployed import overrides_of
 from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 
@@ -309,7 +310,7 @@ def report(folder: Path, *, judged_here: bool) -> list[str]:
         pairs = [tuple(map(mean, parts)), scores(folder / name), scores(folder / name, JUDGED)]
         kl = mean(line[key] for line in steps[-ENDS:] for key in ("kl/k1", "kl/k3") if key in line)  # the one in use
         shown = "".join(f"{before:>9.3f} -> {after:.3f}" for before, after in pairs)
-        suspicions = sum(line.startswith(SUSPECT) for line in reward_report(folder / name))
+        suspicions = sum(line.startswith(SUSPECT) for line in reward_report(RunFiles(folder / name)))
         lines.append(f"{name:6}{shown}{kl:>8.3f}  {suspicions}")
     return lines
 
