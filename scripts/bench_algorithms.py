@@ -45,7 +45,8 @@ from titan_rl.config.presets import PRESETS, algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, find, load, to_toml
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.tools.deployed import Refused, overrides_of
+from titan_rl.tools.deployed import overrides_of
+from titan_rl.tools.refused_input import UsageError
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "ppo"),  # baselines
@@ -73,7 +74,7 @@ def main() -> int:
         configs = configs_of(a.config, a.algorithms or FEWER.get(name, ALGORITHMS), overrides, a.minibatches)
         if not a.plot and (problems := refused(configs)):
             raise ConfigError(problems)
-    except (ConfigError, Refused) as error:
+    except (ConfigError, UsageError) as error:
         print(error, file=sys.stderr)
         return 2
     keys = " ".join(f"{key}={value}" for key, value in [("algorithm.minibatches", a.minibatches), *overrides])

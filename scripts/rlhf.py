@@ -36,8 +36,10 @@ from titan_rl.config.toml import ConfigError, as_toml, load
 from titan_rl.environment import CONTROLLER_ENV
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.tools.deployed import Refused, overrides_of
+from titan_rl.tools.deployed import overrides_of
 from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter, path_argument
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -80,11 +82,11 @@ def main() -> int:
         write_prompts(folder)
         write_configs(folder, judge_url, a.judge_model or "policy")
         for key in (key for key, _ in overrides if key.startswith(OWN)):
-            raise Refused(f"--{key}: expected a key that all runs may share; docs/rlhf.md runs a stage by itself")
+            raise UsageError(f"--{key}: expected a key that all runs may share; docs/rlhf.md runs a stage by itself")
         first = ["reward_model", *([] if a.judge_url else ["judge"])]
         configs = {stage: load(folder / f"{stage}.toml", overrides) for stage in (*first, *ALGORITHMS)}
         model = with_models(configs["grpo"]).model.hf_assets_path
-    except (ConfigError, Refused, FetchFailed) as error:
+    except (ConfigError, UsageError, FetchFailed) as error:
         return refuse(str(error))
     except OSError as error:
         return refuse(f"--folder: expected a folder that can be written, found {error}")
@@ -308,7 +310,7 @@ def report(folder: Path, *, judged_here: bool) -> list[str]:
         pairs = [tuple(map(mean, parts)), scores(folder / name), scores(folder / name, JUDGED)]
         kl = mean(line[key] for line in steps[-ENDS:] for key in ("kl/k1", "kl/k3") if key in line)  # the one in use
         shown = "".join(f"{before:>9.3f} -> {after:.3f}" for before, after in pairs)
-        suspicions = sum(line.startswith(SUSPECT) for line in reward_report(folder / name))
+        suspicions = sum(line.startswith(SUSPECT) for line in reward_report(RunFiles(folder / name)))
         lines.append(f"{name:6}{shown}{kl:>8.3f}  {suspicions}")
     return lines
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.running import WHOLE, RunFiles, Runs
 from titan_rl.config.toml import load
-from titan_rl.record.missing_records import Recorded
+from titan_rl.record.missing_records import RunRecords
 from titan_rl.record.run_folder import Resume, sound_resume
 from titan_rl.tools.inspect.audit_rules import audit
 
@@ -73,11 +73,11 @@ def test_what_a_folder_lost_is_named_before_anything_is_trained(
 ) -> None:
     folder = shutil.copytree(whole.folder, tmp_path / "run")
     config = load(folder / "config.toml")
-    assert Recorded.of(folder).missing(config, Resume(8, None)) == []
+    assert RunRecords.of(folder).missing(config, Resume(8, None)) == []
     lose(folder)
     resume, notes = sound_resume(folder, config)
     assert resume.rl == resumes_at
-    notes += Recorded.of(folder).missing(config, resume)
+    notes += RunRecords.of(folder).missing(config, resume)
     assert any(note in each for each in notes), notes
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_rl.record.ledger import NAME, Ledger, events
+from titan_rl.record.ledger import Ledger
+from titan_rl.record.run_names import LEDGER
 from titan_rl.tools.audit import main
 from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.run_files import RunFiles
 
 Line = dict[str, Any]
 Change = Callable[[Path], object]
@@ -47,9 +49,9 @@ def ledger(forge: Forge) -> Change:
     """Change events, with right numbers and checksums, as a bug of the writer would."""
 
     def change(folder: Path) -> None:
-        found = list(events(folder))
+        found = list(RunFiles(folder).ledger())
         forge(found)
-        (folder / NAME).unlink()
+        (folder / LEDGER).unlink()
         with Ledger(folder) as ledger:
             for event in found:
                 ledger._append(**{key: value for key, value in event.items() if key != "n"})

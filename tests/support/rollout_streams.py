@@ -17,14 +17,15 @@ from titan_rl.config.sections import (
     TaskSection,
     TrainingSection,
 )
-from titan_rl.record.ledger import Ledger, bounds_of, events
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.tools.inspect.audit_rules import BOUND_RULES
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
@@ -133,9 +134,9 @@ def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
     rollouts._ledger.begun(step, cut.get("next", 0), cut.get("open", ()), bounds=bounds_of(config))
 
 
-def replayed(folder: Path) -> History:
+def replayed(folder: Path) -> LedgerHistory:
     """Return the ledger's content, which must contradict neither itself nor the bounds in force."""
-    history = History.of(folder)
+    history = LedgerHistory.of(folder)
     problems = [*history.problems, *(problem for rule in BOUND_RULES for problem in rule(history))]
     assert problems == [], problems
     return history
@@ -144,4 +145,4 @@ def replayed(folder: Path) -> History:
 def ledger_lines(folder: Path, event: str) -> list[tuple[Any, ...]]:
     """Those lines of the ledger, less their number and name; after an audit of all."""
     replayed(folder)
-    return [tuple(line.values())[2:] for line in events(folder) if line["event"] == event]
+    return [tuple(line.values())[2:] for line in RunFiles(folder).ledger() if line["event"] == event]

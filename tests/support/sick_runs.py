@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from support.metric_histories import Line, config, metrics
 from titan_rl.config.sections import Config
-from titan_rl.tools.diagnosis.answers import AnswerFacts
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import diagnose
 
 Curve = Callable[[float], float]
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     @property
     def found(self) -> list[str]:
         """Return "rule key" of each problem."""
-        problems = diagnose(History(self.lines, self.config, self.answers)).problems
+        problems = diagnose(MetricsHistory(self.lines, self.config, self.answers)).problems
         return [f"{each.rule} {each.changes[0].key if each.changes else ''}" for each in problems]
 
     def place(self, found: list[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.record.ledger import NAME
+from titan_rl.record.run_names import LEDGER
 from titan_rl.tools.audit import main
 from titan_rl.tools.inspect.audit_rules import audit
 
@@ -45,7 +45,7 @@ def killed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
         run.process.send_signal(signal.SIGKILL)
         run.process.wait(20)
         if life == 1:
-            ledger = folder / NAME
+            ledger = folder / LEDGER
             written = ledger.read_bytes()
             on_disk = b'"saved"' in written.splitlines()[-1]  # before its checkpoint is: no machine loses that line
             ledger.write_bytes(written + b'{"n": 99, "ev' if on_disk else written[:-11])

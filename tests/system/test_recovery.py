@@ -17,8 +17,8 @@ import pytest
 from support.outputs import losses, sampled, shared_memory
 from support.running import Run, Runs
 from titan_rl.record.config_history import cuts
-from titan_rl.record.ledger import events
 from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.run_files import RunFiles
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a separate mesh
     "task__reward": "dense_reward:digits",
@@ -199,7 +199,7 @@ def test_steps_without_a_finite_gradient_are_rolled_back_and_change_no_weight(ru
     assert resumed.lines("metrics.jsonl")[-1]["logprob_gap/mean"] <= 1e-5
     (cut,) = cuts(run.folder)
     assert cut.changed["task.reward"] == ('"dense_reward:huge"', '"dense_reward:digits"')
-    begun = [event for event in events(run.folder) if event["event"] == "begun"]
+    begun = [event for event in RunFiles(run.folder).ledger() if event["event"] == "begun"]
     assert begun[-1]["changed"] == {key: list(values) for key, values in cut.changed.items()}
     assert not audit(run.folder)[0]
 
@@ -209,7 +209,7 @@ def test_a_bad_step_that_its_prompts_cause_is_not_made_again(runs: Runs, tmp_pat
     keys: dict[str, Any] = {"fault__on_bad_steps": "rollback", "fault__max_bad_steps": 1, "fault__max_restarts": 20}
     run = runs.start(tmp_path / "run", training__steps=16, eval__interval=0, checkpoint__interval=4, **some, **keys)
     out = ends_well(run)
-    rolled_back = [e["prompt"] for e in events(run.folder) if e.get("reason") == "rolled back"]
+    rolled_back = [e["prompt"] for e in RunFiles(run.folder).ledger() if e.get("reason") == "rolled back"]
     assert rolled_back, out
     assert all(line["updates/skipped"] == 0 for line in run.lines("metrics.jsonl"))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from support.hostile_rewards import SUMS
 from support.running import Runs
-from titan_rl.record.ledger import events
 from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.run_files import RunFiles
 
 
 def test_a_run_whose_reward_hangs_raises_leaks_forks_and_ends_finishes_and_names_each(
@@ -44,7 +44,7 @@ def test_a_run_whose_reward_hangs_raises_leaks_forks_and_ends_finishes_and_names
         (80, 99),
     ]
     prompts = {SUMS[row]: id for id, row in enumerate(order) if row in SUMS}
-    lived = list(events(run.folder))
+    lived = list(RunFiles(run.folder).ledger())
     failed = {event["prompt"]: event["error"] for event in lived if event["event"] == "failed"}
     for what, said in {
         "regex": "did not return within 6 s at",

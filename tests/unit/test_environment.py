@@ -218,7 +218,7 @@ def test_a_user_without_a_home_or_a_name_runs_the_programs(short: Path) -> None:
     """As a user id of a container without an entry in /etc/passwd."""
     code = "import os; os.path.expanduser = lambda path: str(path)\n"
     code += "from titan_rl.environment import cache_home, unwritable; print(unwritable(cache_home()))\n"
-    code += "import titan_rl.tools.doctor.screen, titan_rl.tools.fetch.models"
+    code += "import titan_rl.tools.doctor.report_lines, titan_rl.tools.fetch.models"
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("this user has no home folder\n", "")

@@ -14,7 +14,7 @@ from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.unfit_rows import first_unfit, fits, unfit_rows
 from titan_rl.record.lines import must_write
-from titan_rl.record.missing_records import Recorded
+from titan_rl.record.missing_records import RunRecords
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import EndlessExamples, Example
@@ -61,7 +61,7 @@ class Setup:
     device: str  # "cpu" or "cuda"
     gpus: Gpus
     resume: Resume
-    recorded: Recorded  # in the folder's files, when the run was planned
+    recorded: RunRecords  # in the folder's files, when the run was planned
     role_shapes: dict[str, ModelShape]  # a teacher's and a reward model's; other roles have the policy's shape
     judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
@@ -141,10 +141,10 @@ def prepare(
         )
 
     sets = tuple(map(problems_of, eval_sets(config.eval.sets)))
-    resume, notes, recorded = Resume(None, None), list[str](), Recorded(folder)
+    resume, notes, recorded = Resume(None, None), list[str](), RunRecords(folder)
     if not config.job.fresh:
         resume, notes = sound_resume(folder, config, dry=True)
-        recorded = Recorded.of(folder)
+        recorded = RunRecords.of(folder)
         notes += [*recorded.missing(config, resume), *export_notes(folder)]
     on_gpu = device == "cuda"
     return Setup(

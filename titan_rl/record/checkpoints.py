@@ -48,7 +48,8 @@ class Checkpoints:
         bytes are `read`."""
         damaged: dict[int, str] = {}
         for step in reversed(self.whole_steps()):
-            if not (why := self.damage(step, read=read)):
+            why = self.damage(step, read=read)
+            if not why:
                 return step, damaged
             damaged[step] = why
         return None, damaged
@@ -83,7 +84,8 @@ class Checkpoints:
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step-*"):
-        if found := NAME.fullmatch(path.name):
+        found = NAME.fullmatch(path.name)
+        if found:
             yield int(found[1]), path
 
 

@@ -17,7 +17,6 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import CONFIG, ConfigError, as_toml, load
 
 KEPT = re.compile(r"config\.(\d{1,18})\.toml")
-REWARD_KEYS = ("task.reward", "task.rewards", "task.reward_args", "reward_model.hf_assets_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,6 @@ def cuts(folder: Path) -> list[Cut]:
         if was is not None and now is not None
     ]
     return [cut for cut in found if cut.changed]
-
-
-def reward_cut(folder: Path) -> int:
-    """Return the step after which the rewards are of the present kind; 0: they always were."""
-    return max((cut.step for cut in cuts(folder) if any(key in cut.changed for key in REWARD_KEYS)), default=0)
 
 
 def _kept(folder: Path) -> Sequence[tuple[int, Path]]:

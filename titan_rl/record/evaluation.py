@@ -12,11 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.scores import Estimate, estimate, ks_of, pass_at
+from titan_rl.record.scores import ScoreEstimate, estimate, ks_of, pass_at
 from titan_rl.wire.counted import counted
 from titan_rl.wire.types import Prompt, Rollout
 
-ANSWERS = "evaluation_answers.jsonl"
 # What an evaluation stores: the answers to its first problems, the first samples of each, and answers that failed.
 STORED_PROBLEMS, STORED_SAMPLES, STORED_FAILURES = 64, 4, 64
 STORED_CHARACTERS = 16_000  # a longer text loses its middle
@@ -66,8 +65,10 @@ class Evaluation:
     @property
     def failures(self) -> list[tuple[int, int, str]]:
         """Return problem, sample and reason of each answer without a reward."""
-        found = ((p, j, answer) for p, answers in self.answers.items() for j, answer in enumerate(answers))
-        return [(p, j, answer.why) for p, j, answer in found if answer.failed]
+        found = list[tuple[int, int, str]]()
+        for problem, answers in self.answers.items():
+            found += [(problem, j, answer.why) for j, answer in enumerate(answers) if answer.failed]
+        return found
 
     @property
     def hopeless(self) -> bool:
@@ -75,19 +76,25 @@ class Evaluation:
         return len(self.failures) == self.size * self.samples
 
     @cached_property
-    def average(self) -> Estimate:
+    def average(self) -> ScoreEstimate:
         """Return avg@k: the mean reward of all answers."""
-        return estimate([fmean(answer.counted for answer in answers) for answers in self.answers.values()])
+        means = list[float]()
+        for answers in self.answers.values():
+            means.append(fmean(answer.counted for answer in answers))
+        return estimate(means)
 
     @cached_property
-    def passes(self) -> dict[int, Estimate]:
+    def passes(self) -> dict[int, ScoreEstimate]:
         """Return pass@k of each k: the share of problems that k answers are expected to solve."""
-        n = self.samples
-        right = [sum(not a.failed and a.reward >= self.correct_at for a in each) for each in self.answers.values()]
-        return {k: estimate([pass_at(k, n, correct) for correct in right]) for k in ks_of(n)}
+        right, found = list[int](), dict[int, ScoreEstimate]()
+        for answers in self.answers.values():
+            right.append(sum(not answer.failed and answer.reward >= self.correct_at for answer in answers))
+        for k in ks_of(self.samples):
+            found[k] = estimate([pass_at(k, self.samples, correct) for correct in right])
+        return found
 
     @property
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, ScoreEstimate]:
         """Return the estimates of a named set by their names."""
         return {f"avg@{self.samples}": self.average} | {f"pass@{k}": found for k, found in self.passes.items()}
 
@@ -108,11 +115,14 @@ class Evaluation:
     @property
     def line(self) -> dict[str, Any]:
         """Return the line of evaluations.jsonl, without its step: each problem's rewards, and what failed."""
+        rewards = dict[str, list[float]]()
+        for problem, answers in self.answers.items():
+            rewards[str(problem)] = [answer.reward for answer in answers]
         return {
             "set": self.name or "heldout",
             "samples": self.samples,
             "correct_at": self.correct_at,
-            "rewards": {str(p): [answer.reward for answer in answers] for p, answers in self.answers.items()},
+            "rewards": rewards,
             "failures": [{"problem": p, "sample": j, "why": why} for p, j, why in self.failures],
         }
 
@@ -159,7 +169,11 @@ def _stored(sample: int, answer: Answer, rollout: Rollout) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: _clipped(value) if isinstance(value, str) else value for key, value in m.items()} for m in messages]
+    return [_clipped_values(message) for message in messages]
+
+
+def _clipped_values(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _clipped(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 def _clipped(text: str) -> str:

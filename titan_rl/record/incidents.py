@@ -6,16 +6,16 @@ lost (role, reason) ── respawned ── back (after N seconds, with N steps 
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from titan_rl.config.sections import FaultSection
 from titan_rl.record.lines import LineFile, Unwritable, encode
+from titan_rl.record.run_names import FAULTS
 from titan_rl.wire.errors import DeadlinePassed, RunError
 
-NAME = "faults.jsonl"
 KEYS = (
     "who",
     "why",
@@ -50,10 +50,6 @@ class Incident:
         """Return the incident as faults.jsonl and `ctl RUN status` show it."""
         return dict(zip(KEYS, astuple(self), strict=True))
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        return cls(*(record[key] for key in KEYS))
-
 
 RESTART_WINDOW_SECONDS = 600.0
 """Length of the window in which fault.max_restarts counts."""
@@ -66,7 +62,7 @@ class Incidents:
         """`needed`: the folder that each new process reads."""
         self._needed = needed
         self.all: list[Incident] = []
-        self._path = folder / NAME
+        self._path = folder / FAULTS
         self._fault = fault
         self._say = self.note = say  # `note` shows a message about something that is no incident
         self._unwritten: list[bytes] = []  # lines that the disk refused, tried again with the next

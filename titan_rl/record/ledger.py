@@ -28,28 +28,17 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from titan_rl.config.sections import Config
-from titan_rl.record.lines import (
-    LineFile,
-    SelfClosing,
-    encode,
-    fields,
-    is_count,
-    is_number,
-    is_text,
-    list_of,
-    whole_lines,
-)
-from titan_rl.wire.stop_reasons import Status
+from titan_rl.record.lines import LineFile, SelfClosing, encode, is_count, whole_lines
+from titan_rl.record.run_names import LEDGER
 from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
 
-NAME = "ledger.jsonl"
 BOUNDS = (
     "training.steps",
     "rollout.groups_per_step",
@@ -67,13 +56,9 @@ MOST_ERROR = 500
 """Characters of why an answer has no reward."""
 
 
-class Damaged(ValueError):
-    """A line before the last one is missing, or does not match its checksum."""
-
-
 class Ledger(SelfClosing):
     def __init__(self, folder: Path, warn: Callable[[str], None] = lambda message: None) -> None:
-        self._path = folder / NAME
+        self._path = folder / LEDGER
         self._lines = 0  # number of the next line
         self._file = LineFile(self._path, sound=self._sound, warn=warn)
         self._before: Counter[int] = Counter()  # admissions that were undone, by prompt
@@ -196,18 +181,6 @@ def read_checksum(tokens: Sequence[int], before: int = 0) -> int:
     return zlib.crc32(array("q", tokens), before)
 
 
-def events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield every event, without a torn last line. Raise Damaged at a line that is changed or missing."""
-    path = folder / NAME
-    for number, line in enumerate(whole_lines(path)):
-        event = decode(line)
-        if event is None or event["n"] != number:
-            raise Damaged(
-                f"{path}, line {number + 1}: expected event {number} and its checksum, found {line[:80].rstrip()!r}"
-            )
-        yield event
-
-
 def decode(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None if the line does not match its checksum or is no event."""
     crc, _, text = line.removesuffix(b"\n").partition(b" ")
@@ -223,35 +196,3 @@ def decode(line: bytes) -> dict[str, Any] | None:
         lag, window = (bounds[key] for key in EARLIER)
         bounds |= {"rollout.max_staleness_steps": lag + window, "rollout.overtake_steps": window}
     return event
-
-
-def _is_reward(value: Any) -> bool:
-    return value is None or is_number(value)
-
-
-def _is_bounds(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        type(value.get(key)) in (int, bool) and is_count(int(value[key])) for key in BOUNDS
-    )
-
-
-EVENTS = {
-    "begun": fields("step next", "open", bounds=_is_bounds),
-    "admitted": fields("prompt turn attempt"),
-    "sampled": fields("prompt", "versions tokens digests"),
-    "turn": fields("prompt sample attempt turn tokens digest", "read"),
-    "scored": fields("prompt", rewards=list_of(_is_reward)),
-    "failed": fields("prompt attempt", error=is_text),
-    "dropped": fields("prompt tokens", reason=is_text),
-    "trained": fields("step", "prompts"),
-    "logged": fields("step metrics rollouts"),
-    "saved": fields("step"),
-}
-"""The fields of each event of the ledger, and the check of each value."""
-OPTIONAL = fields(
-    "attempt bad_rows",
-    "attempts",
-    time=is_number,
-    statuses=list_of(lambda value: value in get_args(Status)),
-    changed=lambda value: isinstance(value, dict) and all(map(list_of(is_text), value.values())),
-)

@@ -13,8 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeGuard
 
 import orjson
 
@@ -267,52 +266,9 @@ def strict(value: Any) -> Any:
             return value
 
 
-# -- what an object may have -------------------------------------------------------------------------------------------
-
-Check = Callable[[Any], bool]
-
-
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < 1 << 63
-
-
-def list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def fields(counts: str, lists: str = "", **others: Check) -> dict[str, Check]:
-    """Return the check of each key. `counts` and `lists` are names of counts and of lists of counts."""
-    return others | dict.fromkeys(counts.split(), is_count) | dict.fromkeys(lists.split(), list_of(is_count))
-
-
-def invalid(
-    found: Mapping[str, Any], fields: Mapping[str, Check], optional: Mapping[str, Check] = MappingProxyType({})
-) -> str:
-    """Return which value is not a valid one, or ""."""
-    wrong = [key for key, valid in fields.items() if not valid(found.get(key, ...))]
-    wrong += [key for key, valid in optional.items() if key in found and not valid(found[key])]
-    return f"expected a valid {wrong[0]}, found {str(found.get(wrong[0], 'none'))[:80]}" if wrong else ""
-
-
-def objects(path: Path, expected: Mapping[str, Check]) -> Iterator[tuple[str, bytes, dict[str, Any] | str]]:
-    """Yield each whole line's place, its bytes, and its object, or the problem with it."""
-    for number, line in enumerate(whole_lines(path), 1):
-        at = f"{path.name}, line {number}"
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            yield at, line, f"{at}: expected a JSON object, found {line[:80].rstrip()!r}"
-        elif wrong := invalid(found, expected):
-            yield at, line, f"{at}: {wrong}"
-        else:
-            yield at, line, found

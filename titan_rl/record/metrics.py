@@ -79,7 +79,8 @@ def step_metrics(
     penalties = [rollout.penalty for group in groups for rollout in group.rollouts]
     if any(penalties):
         metrics["reward/penalty"] = sum(penalties) / len(penalties)
-    if baselines := [group.baseline for group in groups if group.baseline is not None]:
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    if baselines:
         metrics["reward/greedy"] = fmean(baselines)
     return {key: float(value) for key, value in {**metrics, **scores}.items()}
 

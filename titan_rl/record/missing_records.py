@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load_of_run
-from titan_rl.record.ledger import NAME, decode
+from titan_rl.record.ledger import decode
 from titan_rl.record.lines import is_count, whole_lines
 from titan_rl.record.run_folder import Resume
+from titan_rl.record.run_names import LEDGER, METRICS, ROLLOUTS
 
-LOGS = ("metrics.jsonl", "rollouts.jsonl")
+LOGS = (METRICS, ROLLOUTS)
 LAST_BYTES = 1 << 22  # at the end of a file, in which its last line is looked for
 
 
@@ -25,7 +26,7 @@ class Tail(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recorded:
+class RunRecords:
     """What the files of an RL run's folder record: read once, when a run starts, before anything is written."""
 
     folder: Path
@@ -36,9 +37,9 @@ class Recorded:
     config: str = ""  # why config.toml cannot be read
 
     @classmethod
-    def of(cls, folder: Path) -> "Recorded":
+    def of(cls, folder: Path) -> "RunRecords":
         found = cls(folder, ends={name: _tail(folder / name) for name in LOGS})
-        _read_ledger(folder / NAME, found)
+        _read_ledger(folder / LEDGER, found)
         try:
             load_of_run(folder)
         except (ConfigError, OSError, ValueError) as error:
@@ -57,20 +58,22 @@ class Recorded:
                 f"the checkpoint of step {self.saved}, which the ledger saved, is missing or not whole: the steps "
                 f"{since} are trained again"
             )
-        for name, end in {NAME: self.trained, **{name: tail.step for name, tail in self.ends.items()}}.items():
+        for name, end in {LEDGER: self.trained, **{name: tail.step for name, tail in self.ends.items()}}.items():
             if end < step:
                 what = "is missing" if not (self.folder / name).exists() else f"ends at step {end}"
                 notes.append(f"{name} {what}, and the run resumes from step {step}: records of its steps are lost")
         for which, (name, tail) in enumerate(self.ends.items()):
             logged = self.logged.get(tail.step)
             if logged is not None and tail.checksum not in (None, logged[which]):
-                notes.append(f"{name}: the lines of step {tail.step} are not those in {NAME}: one of the files changed")
+                notes.append(
+                    f"{name}: the lines of step {tail.step} are not those in {LEDGER}: one of the files changed"
+                )
         if self.config:
             notes.append(f"{self.config}: the keys of the run cannot be compared with this command's")
         return notes
 
 
-def _read_ledger(path: Path, found: Recorded) -> None:
+def _read_ledger(path: Path, found: RunRecords) -> None:
     kinds = tuple(b'"event":"%s"' % kind for kind in (b"trained", b"saved", b"begun", b"logged"))
     for line in whole_lines(path) if path.is_file() else ():
         if not any(kind in line for kind in kinds):

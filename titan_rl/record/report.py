@@ -20,6 +20,7 @@ from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
 from titan_rl.record.run_log import Kind, RunLog
+from titan_rl.record.run_names import METRICS
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.parts import part
@@ -81,7 +82,7 @@ class Report(SelfClosing):
     def ready(self, step: int, bad_rows: int = 0) -> None:
         """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
         self._log.startup(step, self._clock.lap()["wall"], bad_rows)
-        self._watch.restart(self._folder / "metrics.jsonl")
+        self._watch.restart(self._folder / METRICS)
 
     def rewind(self, step: int | None, cold_start_step: int | None) -> None:
         """Supersede the lines of later steps, which another attempt makes again."""

@@ -25,11 +25,12 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import to_toml
+from titan_rl.config.toml import CONFIG, to_toml
 from titan_rl.record.config_history import keep_config
 from titan_rl.record.curves import Curves
-from titan_rl.record.evaluation import ANSWERS, Evaluation
+from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
+from titan_rl.record.run_names import ANSWERS, EVALUATIONS, METRICS, ROLLOUTS, SUMMARY
 from titan_rl.record.sample_rows import COLUMNS, has_samples, overview, sample_rows
 from titan_rl.record.sinks import Sink, State
 from titan_rl.wire.program import command_of
@@ -67,13 +68,11 @@ class RunLog(SelfClosing):
     ) -> None:
         self.folder, self._config, self._trackers, self._warn = folder, config, trackers, warn
         self._tb = folder / TENSORBOARD if "tensorboard" in config.metrics.trackers else None
-        with must_write(folder / "config.toml"):
+        with must_write(folder / CONFIG):
             folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 keep_config(folder, config, resume_step)
-            write_whole(
-                folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
-            )
+            write_whole(folder / CONFIG, f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}")
         self._open(resume_step, cold_start_step)
 
     def rewind(self, resume_step: int | None, cold_start_step: int | None) -> None:
@@ -87,9 +86,9 @@ class RunLog(SelfClosing):
         rl = -1 if resume_step is None else resume_step
         cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
         self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
-        self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
-        self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
-        self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
+        self._metrics = open_after(self.folder / METRICS, self._last, self._warn)
+        self._rollouts = open_after(self.folder / ROLLOUTS, self._last, self._warn)
+        self._evaluations = open_after(self.folder / EVALUATIONS, self._last, self._warn)
         self._answers = open_after(self.folder / ANSWERS, self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
@@ -161,8 +160,8 @@ class RunLog(SelfClosing):
             self._evaluations.append([encode({**head, **e.line, **own}) for e, own in zip(found, sums, strict=True)])
 
     def summary(self, summary: Mapping[str, Any], state: State = "finished") -> None:
-        with must_write(self.folder / "summary.json"):
-            write_whole(self.folder / "summary.json", json.dumps(strict(summary), indent=2) + "\n")
+        with must_write(self.folder / SUMMARY):
+            write_whole(self.folder / SUMMARY, json.dumps(strict(summary), indent=2) + "\n")
         if self._trackers is not None:
             self._trackers.finish(state, summary)
 

@@ -1,9 +1,18 @@
 """Names of all files and folders that a run writes to its folder, and may move away or remove."""
 
+from titan_rl.config.toml import CONFIG
+
+LEDGER = "ledger.jsonl"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+ANSWERS = "evaluation_answers.jsonl"
+FAULTS = "faults.jsonl"
+SUMMARY = "summary.json"
+TIMELINE = "timeline.json"
 FILES = (
-    *("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"),
-    *("evaluations.jsonl", "evaluation_answers.jsonl", "summary.json", "timeline.json", "trackers.json"),
-    *(".lock", ".id"),
+    *(CONFIG, LEDGER, METRICS, ROLLOUTS, EVALUATIONS, ANSWERS, FAULTS, SUMMARY, TIMELINE),
+    *("control.json", "trackers.json", ".lock", ".id"),
 )
 FOLDERS = (
     *("hf", "model", "checkpoint", "tb", "profiling", "trackers", "batches", "replays"),

@@ -15,13 +15,12 @@ import numpy as np
 
 Z = 1.959963984540054  # two-sided 95%
 RESAMPLES = 2000
-FEWEST_CHANGED = 6  # problems: if all of 5 changed in one direction, a sign test gives 6%
 MOST_DRAWS = 4_000_000  # by the bootstrap, in 0.1 s
 FEWEST_RESAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ScoreEstimate:
     """A mean over problems, and its 95% interval."""
 
     value: float
@@ -45,14 +44,14 @@ def ks_of(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> ScoreEstimate:
     """Return the mean of one value per problem with its interval, which depends on nothing but the values."""
     found = np.asarray(values, float)
     if not found.size or not np.isfinite(found).all():
         raise ValueError(f"expected finite values of at least one problem, found {found.size} values")
     mean = fmean(found)
     low, high = wilson(int(found.sum()), found.size) if set(found.tolist()) <= {0.0, 1.0} else bootstrap(found)
-    return Estimate(mean, min(low, mean), max(high, mean))
+    return ScoreEstimate(mean, min(low, mean), max(high, mean))
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -71,38 +70,3 @@ def bootstrap(values: np.ndarray) -> tuple[float, float]:
     drawn = np.random.default_rng(0).multinomial(values.size, counts / values.size, size=resamples)
     low, high = np.quantile(drawn @ distinct / values.size, [0.025, 0.975])
     return float(low), float(high)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A second score minus a first one, with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-    paired: bool  # over the same problems
-    changed: int | None = None  # problems whose value differs; None: the problems are not the same
-
-    @property
-    def beyond_noise(self) -> bool:
-        """True if the interval excludes 0, and enough problems changed for it to mean anything."""
-        enough = self.changed is None or self.changed >= FEWEST_CHANGED
-        return enough and (self.low > 0 or self.high < 0)
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Return the difference of two scores over the same problems, in the same order: problems are drawn in pairs."""
-    gains = np.asarray(second, float) - np.asarray(first, float)
-    low, high = bootstrap(gains)
-    return Difference(float(gains.mean()), low, high, True, int(np.count_nonzero(gains)))
-
-
-def independent_difference(first: Estimate, second: Estimate) -> Difference:
-    """Return the difference of two scores over different problems, by Newcombe's combination of their intervals."""
-    gain = second.value - first.value
-    down = math.hypot(second.value - second.low, first.high - first.value)
-    up = math.hypot(second.high - second.value, first.value - first.low)
-    return Difference(gain, gain - down, gain + up, False)

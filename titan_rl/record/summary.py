@@ -15,6 +15,7 @@ from titan_rl.record.lines import is_count, is_number, whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.record.run_log import Kind
+from titan_rl.record.run_names import METRICS
 
 
 def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
 
     An evaluation at step 0 is of the policy with which RL began, after the cold start.
     """
-    lines = list(known_lines(folder / "metrics.jsonl"))
+    lines = list(known_lines(folder / METRICS))
     rl = [line for line in lines if line["kind"] == "rl"]
     trained = [line for line in lines if line["kind"] in ("rl", "fit")]
     wall, seconds = times(lines)

@@ -173,7 +173,8 @@ class Terminal:
 
     def error(self, title: str, details: str) -> None:
         """Print a crash once: the actor and rank in the title, the remote traceback in the details."""
-        if (crash := details or title) in self._reported:
+        crash = details or title
+        if crash in self._reported:
             return
         self._reported.add(crash)
         remote = Text.from_ansi(details.rstrip())  # keeps an actor's colours, removes its cursor movements
@@ -335,7 +336,8 @@ def scores(summary: Mapping[str, Any]) -> Text:
         ("initial_eval", "before RL"),
         ("final_eval", "at the end"),
     ):
-        if (score := summary[key]) is not None:
+        score = summary[key]
+        if score is not None:
             style = "bold green" if key == "final_eval" else "bold"
             text.append("  →  " if text else "", "dim").append(f"{score:.3f}", style).append(f" {when}", "dim")
     return text or Text("not evaluated", "dim")

@@ -8,14 +8,12 @@ Exit codes: 0 no problem, or a report on rewards, 1 problems, which are printed,
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from titan_rl.record.config_history import reward_cut
-from titan_rl.record.ledger import NAME
+from titan_rl.record.run_names import LEDGER, ROLLOUTS
 from titan_rl.tools.inspect.audit_rules import RULES, audit
 from titan_rl.tools.inspect.live_copy import frozen
 from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
-from titan_rl.tools.inspect.run_history import ROLLOUTS
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.counted import counted
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
 
@@ -24,13 +22,13 @@ SHOWN = 20
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    needed = ROLLOUTS if options.rewards else NAME
-    if not (options.run / needed).exists():
-        problem = f"found none in {options.run}" if options.run.is_dir() else f"found no folder {options.run}"
+    needed = ROLLOUTS if options.rewards else LEDGER
+    run = RunFiles(options.run)
+    if not (run / needed).exists():
         expected = f"expected the dump folder of an RL run, with its {needed}"
-        print(f"titan_rl audit: RUN: {expected}, {problem}", file=sys.stderr)
+        print(f"titan_rl audit: RUN: {expected}, {run.absence}", file=sys.stderr)
         return USAGE
-    return audit_rewards(options.run) if options.rewards else audit_ledger(options.run, options.all_bytes)
+    return audit_rewards(run) if options.rewards else audit_ledger(run, options.all_bytes)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def audit_ledger(run: Path, all_bytes: bool) -> int:
+def audit_ledger(run: RunFiles, all_bytes: bool) -> int:
     """Print that the run's files agree, or their problems."""
-    with frozen(run) as (folder, note):
-        problems, checked = audit(folder, active=bool(note), all_bytes=all_bytes)
+    with frozen(run) as (files, note):
+        problems, checked = audit(files.folder, active=bool(note), all_bytes=all_bytes)
     if note:
         print(note)
     for problem in problems[:SHOWN]:
@@ -67,11 +65,11 @@ def audit_ledger(run: Path, all_bytes: bool) -> int:
     return DONE
 
 
-def audit_rewards(run: Path) -> int:
+def audit_rewards(run: RunFiles) -> int:
     """Print the report on the run's rewards."""
-    begin = reward_cut(run)
-    with frozen(run) as (folder, note):
-        lines = reward_report(folder, after=begin)
+    begin = run.reward_cut()
+    with frozen(run) as (files, note):
+        lines = reward_report(files, after=begin)
     if begin:
         print(f"only the steps after step {begin} are compared: the reward was another one up to there")
     print("\n".join([*filter(None, [note]), *lines]))

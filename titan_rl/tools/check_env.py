@@ -21,7 +21,8 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.pretrained import FetchFailed, with_models
-from titan_rl.tools.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
+from titan_rl.tools.deployed import drive, in_own_network, overrides_of
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 if TYPE_CHECKING:
@@ -86,22 +87,24 @@ def positive(text: str) -> int:
 def install(packages: Sequence[str], folder: str) -> None:
     """Install packages into the virtual environment at `folder`, and make it if there is none."""
     if not folder:
-        raise Refused("--install: expected --environment.python with the folder of a virtual environment, found none")
+        raise UsageError(
+            "--install: expected --environment.python with the folder of a virtual environment, found none"
+        )
     python = Path(folder, "bin", "python")
     if not python.exists():
         venv.create(folder, with_pip=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     if subprocess.run(command, check=False).returncode:
-        raise Refused(f"--install: expected packages that pip installs into {folder}, found {' '.join(packages)}")
+        raise UsageError(f"--install: expected packages that pip installs into {folder}, found {' '.join(packages)}")
 
 
 def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Config:
-    """Return the config to play by. Raise Refused with everything that is wrong with it."""
+    """Return the config to play by. Raise UsageError with everything that is wrong with it."""
     from titan_rl.tasks.games import GAMES
 
     overridden = dict(overrides)
     if not (options.name or options.config):
-        raise Refused("NAME: expected an environment, or --config with one, found none")
+        raise UsageError("NAME: expected an environment, or --config with one, found none")
     if options.name:
         agent = options.agent or options.name.startswith("verifiers:")
         keys = ("task.agent", "environment.name") if agent else ("environment.name", "task.agent")
@@ -120,7 +123,7 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
     try:
         return with_models(config_file.load(config_file.find(base), list(overridden.items())))
     except (ConfigError, FetchFailed) as error:
-        raise Refused("; ".join(getattr(error, "problems", [str(error)]))) from error
+        raise UsageError("; ".join(getattr(error, "problems", [str(error)]))) from error
 
 
 def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
@@ -128,13 +131,14 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
     from titan_rl.record.terminal import Terminal, open_console
 
     if not config.rollout_code:
-        raise Refused(f"NAME: expected an environment, because {options.config} has none, found none")
+        raise UsageError(f"NAME: expected an environment, because {options.config} has none, found none")
     if config.task.name == "jsonl" and not config.task.path:
         row = scratch / "rows.jsonl"
         row.write_text(ROW, encoding="utf-8")
         config = replace(config, task=replace(config.task, path=str(row)))
-    if problems := list(check_environment(config)):
-        raise Refused("; ".join(problems))
+    problems = list(check_environment(config))
+    if problems:
+        raise UsageError("; ".join(problems))
     terminal, setup = Terminal(), setup_of(config, scratch)
     rehearsals: list[Rehearsal] = []
 
@@ -161,7 +165,7 @@ def setup_of(config: Config, scratch: Path) -> "Setup":
     try:
         setup = prepare("check_env", config, device="cpu", scratch=scratch / "model")
     except (OSError, ValueError) as error:
-        raise Refused("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
     if config.model.hf_assets_path:
         return setup
     return replace(setup, folder=scratch)
@@ -307,7 +311,8 @@ def wrong(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
     lost, read = unknown(setup, rehearsal)
     if lost and setup.config.model.hf_assets_path:
         yield f"model.hf_assets_path: {lost} of {read} tokens that are read stand for characters without a token"
-    if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
+    more = sum(len(rollout.branches) > 1 for rollout in rollouts)
+    if more:
         yield f"{more} of {len(rollouts)} rollouts began branches: earlier text was changed, and is read again"
 
 

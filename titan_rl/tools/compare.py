@@ -9,8 +9,8 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -20,13 +20,13 @@ from rich.text import Text
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.record.lines import strict
 from titan_rl.record.plan_view import labelled, print_trimmed
-from titan_rl.record.scores import FEWEST_CHANGED, Difference
 from titan_rl.record.terminal import brief, duration, open_console, visible
 from titan_rl.tools.inspect import comparison
 from titan_rl.tools.inspect.comparison import BEST, LETTERS, SamePrompt, SetScores
 from titan_rl.tools.inspect.plots import STYLES, Curve, Range, number, plot, sparkline
-from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, Score
-from titan_rl.tools.inspect.samples import Sample
+from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, StepScore
+from titan_rl.tools.inspect.samples import RunSample
+from titan_rl.tools.inspect.score_differences import FEWEST_CHANGED, Difference
 from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 PROG = "titan_rl compare"
@@ -79,7 +79,8 @@ def read(folders: Sequence[Path]) -> list[RecordedRun]:
         raise NoRun(f"RUN: expected 2 to {len(LETTERS)} folders of runs, found {len(folders)}")
     runs: list[RecordedRun] = []
     for folder in folders:
-        if same := [run.folder for run in runs if os.path.realpath(run.folder) == os.path.realpath(folder)]:
+        same = [run.folder for run in runs if os.path.realpath(run.folder) == os.path.realpath(folder)]
+        if same:
             raise NoRun(f"RUN: expected different folders, found {same[0]} and {folder}, which are the same one")
         try:
             runs.append(RecordedRun.read(folder))
@@ -96,7 +97,8 @@ def view(
     yield Group(*(Text(f"warning  {text}", "yellow") for text in comparison.warnings(runs)))
     yield run_table(runs)
     yield from section("keys that differ", settings_view(runs))
-    if facts := comparison.provenance(runs):
+    facts = comparison.provenance(runs)
+    if facts:
         yield from section("versions and machines that differ", by_run(facts, runs, unknown="unknown"))
     for each in comparison.scores(runs):
         yield from section(f"score of {title(each.name)}", score_view(each, runs))
@@ -171,7 +173,7 @@ def score_view(each: SetScores, runs: Sequence[RecordedRun]) -> RenderableType:
     return Group(table, *missing, Text(score_note(each), "dim"))
 
 
-def score_cell(score: Score) -> Text:
+def score_cell(score: StepScore) -> Text:
     e = score.estimate
     interval = "" if math.isnan(e.low) else f"\n{e.low:.3f} to {e.high:.3f}"
     return Text.assemble((f"{e.value:.3f}", "bold"), f" step {score.step}", (interval, "dim"))
@@ -222,7 +224,8 @@ def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType
         xs, ys = Range.of([x for x, _ in finite]), Range.of([y for _, y in finite])
         shown = 0
         for at, curve in enumerate(drawn):
-            if values := [y for _, y in curve.finite]:
+            values = [y for _, y in curve.finite]
+            if values:
                 arrow = "→" if unicode else "->"
                 ends = f"{number(values[0])} {arrow} {number(values[-1])}"
                 bars = sparkline(curve, xs, ys, width=width - 38, blocks=unicode)
@@ -258,23 +261,18 @@ def samples_view(prompts: Sequence[SamePrompt]) -> RenderableType:
         for at in range(len(each.samples)):
             table.add_column(letter(at), overflow="fold", ratio=1)
         columns = [[sample_text(sample) for sample in group[:SAMPLES_SHOWN]] for group in each.samples]
-        for row in zip_padded(columns):
+        for row in zip_longest(*columns, fillvalue=""):
             table.add_row(*row)
         heading = [("prompt", Text(visible(each.prompt, 300))), ("answer", Text(visible(each.answer, 100)))]
         parts += [labelled(heading), table, Text()]
     return Group(*parts[:-1])
 
 
-def sample_text(sample: Sample) -> Text:
+def sample_text(sample: RunSample) -> Text:
     reward = "no reward" if sample.reward is None else f"{sample.reward:z.2f}"
     cut = ", cut off" if sample.truncated else ""
     turns = f", {len(sample.turns)} turns" if len(sample.turns) > 1 else ""
     return Text.assemble((f"{reward}{turns}{cut} ", "dim"), visible(sample.text, 300))
-
-
-def zip_padded(columns: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
-    for row in range(max(map(len, columns))):
-        yield [column[row] if row < len(column) else "" for column in columns]
 
 
 if __name__ == "__main__":

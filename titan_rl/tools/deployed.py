@@ -11,8 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +19,12 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError
+from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.starter import Kind, starter
-from titan_rl.wire.program import FAILED, STOPPED, USAGE
+from titan_rl.tools.refused_input import UsageError
+from titan_rl.tools.saved_steps import saved_steps
+from titan_rl.wire.program import FAILED, STOPPED
 
 if TYPE_CHECKING:  # imported when this process has its own network
     from titan_rl.preflight.plan import Setup
@@ -32,10 +33,6 @@ if TYPE_CHECKING:  # imported when this process has its own network
 NVIDIA = Path("/proc/driver/nvidia")  # exists if NVIDIA's driver is loaded
 STEP = re.compile(r"step-(\d+)(?:\.\d+)?")
 TARGET = "dump folder of a run (its newest weights), a checkpoint in it, or a Hugging Face folder"
-
-
-class Refused(Exception):
-    """Bad input. The text names the expected value, the actual one, and the argument to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +51,12 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
     run, target_step = _run_of(target)
     inside = run is not None and run != target.absolute() and not target_step
     if not target.is_dir() or (inside and hf_folder(target) is None):
-        raise Refused(f"expected the {TARGET}, found none of them at {target}")
+        raise UsageError(f"expected the {TARGET}, found none of them at {target}")
     if target_step and step not in (None, target_step):
-        raise Refused(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
+        raise UsageError(f"--step: expected none, or {target_step}, with the checkpoint {target}, found {step}")
     step = step or target_step or None
     if not (run or config_name):
-        raise Refused(
+        raise UsageError(
             f"--config: expected the config with the task and the [generator] of {target}, because it is in no run's "
             "folder, found none"
         )
@@ -69,15 +66,16 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
         else:
             config = config_file.load_of_run(run, overrides)
     except ConfigError as error:
-        raise Refused("; ".join(error.problems)) from error
+        raise UsageError("; ".join(error.problems)) from error
     if config.algorithm.kind == "reward":
-        raise Refused(f"{target}: expected a policy, found a reward model")
-    if (folder := hf_folder(target)) is not None:
+        raise UsageError(f"{target}: expected a policy, found a reward model")
+    folder = hf_folder(target)
+    if folder is not None:
         if step is not None:
-            raise Refused(f"--step: expected none with a Hugging Face folder, found {step}")
+            raise UsageError(f"--step: expected none with a Hugging Face folder, found {step}")
         return Chosen(config, str(folder), folder.absolute())
     if run is None:
-        raise Refused(f"expected the {TARGET}, found none of them at {target}")
+        raise UsageError(f"expected the {TARGET}, found none of them at {target}")
     return _of_run(run, config, step)
 
 
@@ -94,7 +92,7 @@ def hf_folder(path: Path) -> Path | None:
 def _run_of(target: Path) -> tuple[Path | None, str]:
     """Return the run that the target is or is in, and the step if the target is its checkpoint."""
     near = [target.absolute(), *target.absolute().parents[:3]]
-    run = next((path for path in near if (path / "config.toml").is_file()), None)
+    run = next((path for path in near if (path / CONFIG).is_file()), None)
     named = STEP.fullmatch(target.name)
     if run is None or named is None or hf_folder(target) is not None:
         return run, ""
@@ -104,23 +102,19 @@ def _run_of(target: Path) -> tuple[Path | None, str]:
 
 def _of_run(run: Path, config: Config, step: str | None) -> Chosen:
     """Choose a run's weights: of a step, or its newest. hf/ has the last step's once the run is finished."""
-    from titan_rl.record.checkpoints import Checkpoints
     from titan_rl.wire.checkpoint_sums import FOLDER
 
-    hf, folder = hf_folder(run / "hf"), run / FOLDER
-    steps = Checkpoints((folder,)).whole_steps()
+    hf, folder, names = hf_folder(run / "hf"), run / FOLDER, list(saved_steps(run))
     if step is not None:
-        cold = Checkpoints((folder / "cold_start",)).whole_steps()
-        names = [*(f"cold_start/{n}" for n in cold), *map(str, steps)]
         if step not in names:
-            raise Refused(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
+            raise UsageError(f"--step: expected one of {', '.join(names) or 'none'} (in {folder}), found {step}")
         return Chosen(config, f"step {step} of {run}", None, run, step)
-    newest = max(steps, default=None)
-    if hf is not None and newest in (None, config.training.steps):
+    newest = next((name for name in reversed(names) if name.isdecimal()), None)
+    if hf is not None and newest in (None, str(config.training.steps)):
         return Chosen(config, f"{hf} (step {config.training.steps})", hf.absolute())
     if newest is None:
-        raise Refused(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
-    return Chosen(config, f"step {newest} of {run}", None, run, str(newest))
+        raise UsageError(f"{run}: expected a whole checkpoint in {folder}, or hf/, found neither")
+    return Chosen(config, f"step {newest} of {run}", None, run, newest)
 
 
 def exported(chosen: Chosen, scratch: Path) -> Path:
@@ -133,7 +127,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2].removeprefix("titan_rl export: ")
-        raise Refused(f"{chosen.name}: {why}")
+        raise UsageError(f"{chosen.name}: {why}")
     return out
 
 
@@ -145,27 +139,28 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     try:
         config = alone(config, folder, scratch)
     except FileNotFoundError as error:
-        raise Refused(f"{error}; a run's paths are relative to the folder in which it was started") from error
+        raise UsageError(f"{error}; a run's paths are relative to the folder in which it was started") from error
     except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
+        raise UsageError(str(error)) from error
     gpus = NO_GPUS if config.hosts.device == "cpu" else found_gpus()
     refuse_sets(config)
     needed = config.generator.replicas * config.generator.tensor_parallel_degree
     if gpus.count and needed > gpus.count:
-        raise Refused(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
+        raise UsageError(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
     try:
         return prepare(
             str(folder), config, device="cuda" if gpus.count else "cpu", scratch=scratch / "model", gpus=gpus
         )
     except (OSError, ValueError) as error:
-        raise Refused("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
 
 
 def refuse_sets(config: Config) -> None:
     from titan_rl.preflight.checks.rollouts import check_evaluation
 
-    if problems := list(check_evaluation(config)):
-        raise Refused("; ".join(problems))
+    problems = list(check_evaluation(config))
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def alone(config: Config, folder: Path, scratch: Path) -> Config:
@@ -209,7 +204,7 @@ def in_own_network(
             servers.keep(kinds)
         exposed = "" if config.hosts.isolation == "off" else isolation.isolate()
         if exposed and config.hosts.isolation == "require":
-            raise Refused(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
+            raise UsageError(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
         if exposed:
             print(f"{prog}: {isolation.warning(exposed)}", file=sys.stderr)
         prepare_environment(config.fault.detect_seconds, meshes=config.generator.replicas)
@@ -240,26 +235,16 @@ def drive(work: Callable[[], Awaitable[int]], terminal: "Terminal") -> int:
         return STOPPED
 
 
-@contextmanager
-def named_refusals(prog: str) -> Iterator[None]:
-    """Turn a refusal into one line and exit code 2."""
-    try:
-        yield
-    except Refused as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-
-
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return (section.key, text) of the flags --section.key=VALUE or --section.key VALUE."""
     overrides, rest = [], list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or "." not in flag:
-            raise Refused(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
+            raise UsageError(f"unknown argument {flag}: --help lists the known ones; a config's key is --section.key")
         if not equals:
             if not rest:
-                raise Refused(f"{flag}: expected a value, found none")
+                raise UsageError(f"{flag}: expected a value, found none")
             value = rest.pop(0)
         overrides.append((flag.removeprefix("--"), value))
     return overrides

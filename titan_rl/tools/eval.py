@@ -16,16 +16,15 @@ from titan_rl.config.sections import Config
 from titan_rl.tools.deployed import (
     TARGET,
     Chosen,
-    Refused,
     choose,
     drive,
     exported,
     in_own_network,
-    named_refusals,
     overrides_of,
     refuse_sets,
     setup_of,
 )
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
@@ -79,14 +78,14 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     chosen: dict[str, str] = {}
     for name, _, path in (text.partition("=") for text in options.sets):
         if name in chosen:
-            raise Refused(f"--set: expected each set once, found {name} again")
+            raise UsageError(f"--set: expected each set once, found {name} again")
         chosen[name] = path
     for name, path in chosen.items():
         if path:
             known[name] = {**known.get(name, {}), "path": path}
         elif name not in known:
             expected = f"one of {', '.join(known)}, or NAME=FILE" if known else "NAME=FILE.jsonl"
-            raise Refused(f"--set: expected {expected}, found {name}")
+            raise UsageError(f"--set: expected {expected}, found {name}")
     wishes = {key: getattr(options, key) for key in ("samples", "temperature", "size", "reward")}
     wishes = {key: value for key, value in wishes.items() if value is not None}
     tables = {name: {**known[name], **wishes} for name in chosen or known}
@@ -97,13 +96,14 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     if default:
         del tables[HELD_OUT]
         if "model" in [config.task.eval_reward or config.task.reward, *config.task.rewards]:
-            raise Refused(
+            raise UsageError(
                 "--reward: expected one for the held-out problems, because the run's reward is a model, found none"
             )
     if not tables and not default:
-        raise Refused("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
-    if problems := list(problems_of(tables)):
-        raise Refused("; ".join(problems))
+        raise UsageError("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
+    problems = list(problems_of(tables))
+    if problems:
+        raise UsageError("; ".join(problems))
     return replace(config, eval=replace(config.eval, sets=tables)), default
 
 
@@ -137,10 +137,10 @@ def print_found(chosen: Chosen, evaluations: "Sequence[Evaluation]", options: ar
     from titan_rl.record.lines import encode
     from titan_rl.record.terminal import open_console
     from titan_rl.tools.inspect.sample_view import as_data, sample_lines
-    from titan_rl.tools.inspect.samples import Sample
+    from titan_rl.tools.inspect.samples import RunSample
 
-    def worst(evaluation: "Evaluation") -> list[Sample]:
-        samples = Sample.of_evaluation({"step": -1, **evaluation.answers_line(everything=True)})
+    def worst(evaluation: "Evaluation") -> list[RunSample]:
+        samples = RunSample.of_evaluation({"step": -1, **evaluation.answers_line(everything=True)})
         return sorted(samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)[: options.show]
 
     if options.json:

@@ -18,38 +18,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError
+from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.ext.adapters.layers import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
-from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.refused_input import UsageError
+from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
-from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter, path_argument
+from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Sample
 
 if TYPE_CHECKING:
     from titan_rl.actors.titan.checkpoint_model import CheckpointModel
 
-COLD_START = "cold_start/"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-class ExportRefused(Exception):
-    """Nothing can be exported. The message has the expected and the found value, and the argument to change."""
-
-    def __init__(self, message: str, code: int = USAGE) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """A checkpoint, and the model that it belongs to."""
 
     config: Config
@@ -74,14 +66,15 @@ def main(argv: Sequence[str]) -> int:
             name = "-".join(["hf", *(["critic"] if options.critic else []), source.step.replace("/", "-"), dtype])
             final = options.out or options.run / name
             if final.exists():
-                raise ExportRefused(f"--out: expected a folder that does not exist yet, found {final}")
-            if reason := unwritable(final.absolute().parent):
-                raise ExportRefused(f"--out: expected a folder that can be written, found {reason}")
+                raise UsageError(f"--out: expected a folder that does not exist yet, found {final}")
+            reason = unwritable(final.absolute().parent)
+            if reason:
+                raise UsageError(f"--out: expected a folder that can be written, found {reason}")
             try:
                 print(write_proven(source, final.absolute(), dtype, Path(scratch)))
             except OSError as error:  # a full disk
-                raise ExportRefused(f"nothing was written to {final}: {error}", FAILED) from error
-    except ExportRefused as error:
+                raise UsageError(f"nothing was written to {final}: {error}", FAILED) from error
+    except UsageError as error:
         print(f"titan_rl export: {error}", file=sys.stderr)
         return error.code
     except ProofFailed as error:
@@ -112,44 +105,39 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Source:
+def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> ExportSource:
     """Read the run's config, and find the checkpoint."""
-    if not (run / "config.toml").is_file():
-        raise ExportRefused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
+    if not (run / CONFIG).is_file():
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
     try:
-        config = config_file.load_of_run(run)
-        name, folder = _checkpoint(run / FOLDER, step, critic)
+        config = RunFiles(run).config()
+        name, folder = _checkpoint(run, step, critic)
         policy = policy_of(config, scratch / "model")
         if critic:
             policy = replace(policy, shape=policy.shape.with_value_head())
         pairs = config.algorithm.kind in ("preference", "reward")
         task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     except (ConfigError, OSError, ValueError) as error:
-        raise ExportRefused(f"{run}: {'; '.join(str(error).splitlines())}") from error
-    return Source(config, policy, task, name, folder)
+        raise UsageError(f"{run}: {'; '.join(str(error).splitlines())}") from error
+    return ExportSource(config, policy, task, name, folder)
 
 
-def _checkpoint(checkpoints: Path, step: str | None, critic: bool) -> tuple[str, Path]:
+def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
     """Return the name and the folder of a step's checkpoint; by default of the newest."""
-    folders: dict[str, Path] = {}  # oldest first
-    if critic:
-        checkpoints = checkpoints / "critic"
-    else:
-        cold = checkpoints / "cold_start"
-        folders |= {f"{COLD_START}{n}": cold / f"step-{n}" for n in Checkpoints((cold,)).whole_steps()}
-    folders |= {str(n): checkpoints / f"step-{n}" for n in Checkpoints((checkpoints,)).whole_steps()}
+    folders, checkpoints = saved_steps(run, critic=critic), run / FOLDER / ("critic" if critic else "")
     if not folders:
-        raise ExportRefused(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
+        raise UsageError(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
     name = step or list(folders)[-1]
     if name not in folders:
-        raise ExportRefused(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
+        raise UsageError(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
     return name, folders[name]
 
 
-def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
+def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -> str:
     """Write the folder, prove it, and only then give it its name. Return a line for the user."""
-    if reason := damage(source.folder, read=True):
-        raise ExportRefused(f"{source.folder} is damaged: {reason}", FAILED)
+    reason = damage(source.folder, read=True)
+    if reason:
+        raise UsageError(f"{source.folder} is damaged: {reason}", FAILED)
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from transformers.utils import logging
@@ -166,9 +154,10 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
-        raise ExportRefused(f"{source.folder} cannot be read: {reason}", FAILED) from error
-    if spoilt := model.not_finite():
-        raise ExportRefused(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
+        raise UsageError(f"{source.folder} cannot be read: {reason}", FAILED) from error
+    spoilt = model.not_finite()
+    if spoilt:
+        raise UsageError(f"{source.folder}: expected finite weights, found NaN or infinity in {spoilt}", FAILED)
     sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))
@@ -191,7 +180,7 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
 
 
 def adapters_proof(
-    source: Source,
+    source: ExportSource,
     model: "CheckpointModel",
     folder: Path,
     exact: np.ndarray,

@@ -14,23 +14,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from io import StringIO
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import orjson
 from rich.console import Console
 from rich.text import Text
 
 from titan_rl.config.policies import POLICIES
-from titan_rl.config.toml import ConfigError, load_of_run
-from titan_rl.record.config_history import cuts
-from titan_rl.record.evaluation import ANSWERS
-from titan_rl.record.lines import encode, whole_lines
-from titan_rl.record.run_lock import in_use
+from titan_rl.config.toml import CONFIG
+from titan_rl.record.lines import encode
+from titan_rl.record.run_names import ANSWERS, METRICS, ROLLOUTS
 from titan_rl.record.terminal import open_console
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.tools.inspect.sample_view import (
     as_data,
     good_and_bad,
@@ -43,13 +41,14 @@ from titan_rl.tools.inspect.sample_view import (
     with_opening,
     wrapped,
 )
-from titan_rl.tools.inspect.samples import ROLLOUTS, EvaluationAnswers, Sample, Samples
+from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.tools.inspect.token_view import tokenizer_of
-from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
+from titan_rl.tools.refused_input import UsageError
+from titan_rl.wire.program import DONE, FAILED, command_of, enter
 
 PROG = "titan_rl look"
 LIMIT = 3
-SORTS: dict[str, Callable[[Sample], float]] = {
+SORTS: dict[str, Callable[[RunSample], float]] = {
     "best": lambda sample: -float("inf") if sample.reward is None else sample.reward,
     "worst": lambda sample: -float("inf") if sample.reward is None else -sample.reward,
     "longest": lambda sample: sample.sampled,
@@ -66,20 +65,12 @@ SHOWN_METRICS = {
 }
 
 
-class Refused(Exception):
-    """There is nothing to show. str() names the expected value and the actual one."""
-
-    def __init__(self, message: str, code: int = USAGE) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class Picture(NamedTuple):
     """What was selected: samples or groups, and lines about them."""
 
     notes: Sequence[str]
-    groups: Sequence[Sequence[Sample]]  # to compare
-    samples: Sequence[Sample]
+    groups: Sequence[Sequence[RunSample]]  # to compare
+    samples: Sequence[RunSample]
     hint: str = ""
 
 
@@ -90,16 +81,18 @@ def main(argv: Sequence[str]) -> int:
     if options.run is None:
         parser().error("the following arguments are required: RUN")
     try:
-        picture = evaluated(options) if options.evaluation is not None else trained(options)
-        tokenizer = tokenizer_of(options.run)
+        files = RunFiles(options.run)
+        refuse_folder(files)
+        picture = (trained if options.evaluation is None else evaluated)(options, files)
+        tokenizer = tokenizer_of(files)
         if options.tokens and not options.json:
             if options.evaluation is not None:
-                raise Refused("--tokens: expected training samples; evaluations store texts without their tokens")
+                raise UsageError("--tokens: expected training samples; evaluations store texts without their tokens")
             if tokenizer is None:
-                raise Refused(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
-    except Refused as refused:
-        print(f"{PROG}: {refused}", file=sys.stderr)
-        return refused.code
+                raise UsageError(f"--tokens: expected the tokenizer of the run's model, found none for {options.run}")
+    except UsageError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return error.code
     except OSError as error:
         print(f"{PROG}: {error.filename or options.run}: {error.strerror or error}", file=sys.stderr)
         return FAILED
@@ -157,97 +150,83 @@ def positive(text: str) -> int:
 # -- select ------------------------------------------------------------------------------------------------------------
 
 
-def trained(options: argparse.Namespace) -> Picture:
+def trained(options: argparse.Namespace, files: RunFiles) -> Picture:
     """Select samples of the steps."""
-    run: Path = options.run
-    refuse_folder(run)
-    if not (run / ROLLOUTS).exists():
-        raise Refused(f"{run}: {without_rollouts(run)}", FAILED)
-    samples = Samples(run)
-    steps = samples.steps
-    if not steps:
-        raise Refused(f"{run}: {without_rollouts(run)}", FAILED)
-    selects = options.prompt is not None or any((options.search, options.failed, options.cut_off))
-    chosen = steps_of(options.step, steps, default=steps[::-1] if selects else steps[-1:])
-    plain = not (selects or options.sort or options.group)
-    matches, cut = Matching.of(options), False
-    if plain and len(chosen) == 1 and options.limit is None:
-        shown, groups = good_and_bad(samples.of_step(chosen[0])), []
+    samples = files.samples() if (files / ROLLOUTS).exists() else None
+    if samples is None or not samples.steps:
+        raise UsageError(f"{files.folder}: {without_rollouts(files)}", FAILED)
+    steps, chosen = samples.steps, chosen_steps(options, samples.steps)
+    plain = not (selects(options) or options.sort or options.group or options.limit)
+    if plain and len(chosen) == 1:
+        shown, groups, cut = good_and_bad(samples.of_step(chosen[0])), [], False
     else:
         needle = b"" if options.group else needle_of(options.search)
-        units = (
-            unit
-            for step in chosen
-            for unit in units_of(samples.of_step(step, options.prompt, needle), matches, options.group)
-        )
-        groups, cut = limited(units, options)
-        shown = [sample for group in groups for sample in group]
-    notes = [f"the run is active: its newest step is {steps[-1]}"] if in_use(run) else []
-    notes += [f"other settings {cut}" for cut in cuts(run) if any(step > cut.step for step in steps)]
+        groups, cut = selected(options, chosen, lambda step: samples.of_step(step, options.prompt, needle))
+        shown = list(chain.from_iterable(groups))
+    notes = [f"the run is active: its newest step is {steps[-1]}"] if files.active else []
+    notes += [f"other settings {change}" for change in files.cuts() if steps[-1] > change.step]
     if samples.damaged:
         notes.append(f"{ROLLOUTS}: {samples.damaged} damaged lines are left out")
-    seen = {sample.step for sample in shown}
-    notes += [line for step in sorted(seen) if len(seen) <= 2 and (line := step_line(run, step, steps[-1]))]
+    seen = sorted({sample.step for sample in shown})
+    if len(seen) <= 2:
+        notes += filter(None, (step_line(files, step, steps[-1]) for step in seen))
     if not shown:
-        where = (
-            f"step {chosen[0]}" if len(chosen) == 1 else f"the {len(chosen)} steps from {min(chosen)} to {max(chosen)}"
-        )
-        notes.append(f"no sample matches in {where}")
-    elif plain and len(shown) == 1 and options.limit is None:
+        several = f"the {len(chosen)} steps from {min(chosen)} to {max(chosen)}"
+        notes.append(f"no sample matches in {several if len(chosen) > 1 else f'step {chosen[0]}'}")
+    elif plain and len(shown) == 1:
         notes.append("all rewards of this step are equal" if shown[0].reward is not None else "no sample has a reward")
     return Picture(notes, groups if options.group else (), shown, more(cut, options))
 
 
-def evaluated(options: argparse.Namespace) -> Picture:
+def evaluated(options: argparse.Namespace, files: RunFiles) -> Picture:
     """Select stored answers of evaluations."""
-    run: Path = options.run
-    refuse_folder(run)
-    if not (run / ANSWERS).exists() or not (answers := EvaluationAnswers(run)).steps:
+    if not (files / ANSWERS).exists() or not (answers := files.answers()).steps:
         why = "an earlier version made the run, or it has evaluated nothing yet"
-        raise Refused(f"{run}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
+        raise UsageError(f"{files.folder}: expected answers of evaluations in {ANSWERS}, found none: {why}", FAILED)
     name: str = options.evaluation
     if name and name not in answers.sets:
-        raise Refused(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
-    selects = options.prompt is not None or any((options.search, options.failed, options.cut_off))
-    steps = answers.steps
-    chosen = steps_of(options.step, steps, default=steps[::-1] if selects else steps[-1:])
-    matches, left_out = Matching.of(options), 0
-
-    def units() -> Iterator[list[Sample]]:
-        nonlocal left_out
-        for step in chosen:
-            found, missing = answers.of_step(step, name)
-            left_out += missing
-            yield from units_of(found, matches, options.group)
-
-    groups, cut = limited(units(), options)
-    shown = [sample for group in groups for sample in group]
-    notes = [f"the run is active: its newest evaluation is of step {steps[-1]}"] if in_use(run) else []
+        raise UsageError(f"--evaluation: expected one of {', '.join(answers.sets)}, found {name}")
+    chosen = chosen_steps(options, answers.steps)
+    groups, cut = selected(options, chosen, lambda step: answers.of_step(step, name))
+    shown = list(chain.from_iterable(groups))
+    notes = [f"the run is active: its newest evaluation is of step {answers.steps[-1]}"] if files.active else []
+    left_out = answers.left_out
     if left_out:
         notes.append(f"{left_out} answers of these evaluations are not stored: {ANSWERS} has the first problems' only")
     notes += [] if shown else ["no stored answer matches"]
     return Picture(notes, groups if options.group else (), shown, more(cut, options))
 
 
-class Matching(NamedTuple):
-    """Which samples are shown."""
+def selects(options: argparse.Namespace) -> bool:
+    """Return True if samples are looked for, in all steps."""
+    return options.prompt is not None or any((options.search, options.failed, options.cut_off))
 
-    prompt: int | None
-    failed: bool
-    cut_off: bool
-    text: re.Pattern[str] | None
 
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> "Matching":
-        return cls(options.prompt, options.failed, options.cut_off, pattern_of(options.search))
+def chosen_steps(options: argparse.Namespace, steps: Sequence[int]) -> Sequence[int]:
+    return steps_of(options.step, steps, default=steps[::-1] if selects(options) else steps[-1:])
 
-    def __call__(self, sample: Sample) -> bool:
+
+def selected(
+    options: argparse.Namespace, steps: Sequence[int], read: Callable[[int], Sequence[RunSample]]
+) -> tuple[list[list[RunSample]], bool]:
+    """Return the first samples or groups that match, and whether there are more."""
+    matches = matching(options)
+    return limited((unit for step in steps for unit in units_of(read(step), matches, options.group)), options)
+
+
+def matching(options: argparse.Namespace) -> Callable[[RunSample], bool]:
+    """Return the test of a sample that may be shown."""
+    text = pattern_of(options.search)
+
+    def matches(sample: RunSample) -> bool:
         return (
-            self.prompt in (None, sample.prompt_id)
-            and (not self.failed or sample.reward is None)
-            and (not self.cut_off or sample.truncated)
-            and (self.text is None or searched(sample, self.text))
+            options.prompt in (None, sample.prompt_id)
+            and (not options.failed or sample.reward is None)
+            and (not options.cut_off or sample.truncated)
+            and (text is None or searched(sample, text))
         )
+
+    return matches
 
 
 def pattern_of(text: str | None) -> re.Pattern[str] | None:
@@ -258,7 +237,7 @@ def pattern_of(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text[1:-1])
     except re.error as error:
-        raise Refused(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
+        raise UsageError(f"--search: expected a regular expression between slashes, found {text}: {error}") from None
 
 
 def needle_of(text: str | None) -> bytes:
@@ -266,7 +245,9 @@ def needle_of(text: str | None) -> bytes:
     return text.encode() if text and re.fullmatch(r"[A-Za-z0-9 ._*+=?!-]+", text) else b""
 
 
-def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Iterator[list[Sample]]:
+def units_of(
+    samples: Sequence[RunSample], matches: Callable[[RunSample], bool], grouped: bool
+) -> Iterator[list[RunSample]]:
     """Yield the units to count and sort: single samples that match, or whole groups with one that matches."""
     if not grouped:
         yield from ([sample] for sample in samples if matches(sample))
@@ -276,7 +257,7 @@ def units_of(samples: Sequence[Sample], matches: Matching, grouped: bool) -> Ite
             yield found
 
 
-def limited(units: Iterator[list[Sample]], options: argparse.Namespace) -> tuple[list[list[Sample]], bool]:
+def limited(units: Iterator[list[RunSample]], options: argparse.Namespace) -> tuple[list[list[RunSample]], bool]:
     """Return the first units in the chosen order, and whether there are more."""
     limit = options.limit or (1 if options.group else LIMIT)
     if options.sort or (options.group and options.prompt is None):
@@ -300,50 +281,50 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
         return [steps[0 if wish == "first" else -1]]
     bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", wish)
     if bounds is None:
-        raise Refused(f"--step: expected N, first, last or A-B, found {wish}")
+        raise UsageError(f"--step: expected N, first, last or A-B, found {wish}")
     low, high = int(bounds[1]), int(bounds[2] or bounds[1])
-    if chosen := [step for step in steps if low <= step <= high]:
+    chosen = [step for step in steps if low <= step <= high]
+    if chosen:
         return chosen
-    raise Refused(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
+    raise UsageError(f"--step: expected a step from {steps[0]} to {steps[-1]} with samples, found {wish}")
 
 
-def refuse_folder(run: Path) -> None:
+def refuse_folder(files: RunFiles) -> None:
+    run = files.folder
     if not run.is_dir():
-        raise Refused(f"RUN: expected the dump folder of a run, found no folder {run}")
-    if not in_use(run) and not any((run / name).exists() for name in ("config.toml", ROLLOUTS, ANSWERS)):
-        policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/config.toml")))
+        raise UsageError(f"RUN: expected the dump folder of a run, found no folder {run}")
+    if not files.active and not any((files / name).exists() for name in (CONFIG, ROLLOUTS, ANSWERS)):
+        policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/{CONFIG}")))
         hint = f"; its policies have folders: {policies}" if policies else ""
-        raise Refused(f"RUN: expected the dump folder of a run, found no config.toml in {run}{hint}")
+        raise UsageError(f"RUN: expected the dump folder of a run, found no {CONFIG} in {run}{hint}")
 
 
-def without_rollouts(run: Path) -> str:
+def without_rollouts(files: RunFiles) -> str:
     """Return why a run has no samples, and which files help instead."""
-    with suppress(ConfigError, OSError, ValueError):
-        algorithm = load_of_run(run).algorithm
-        if algorithm.kind != "rl":
-            has = [f"metrics.jsonl has its {steps} steps"] if (steps := steps_logged(run)) else []
-            if (run / ANSWERS).exists() and EvaluationAnswers(run).steps:
-                has.append("--evaluation shows the answers of its evaluations")
-            return "; ".join([f"the algorithm {algorithm.name} samples no rollouts", *has])
-    return "it is active and has no step yet" if in_use(run) else "it has no step with rollouts"
+    config, _ = files.config_or_why()
+    if config is not None and config.algorithm.kind != "rl":
+        has = [f"the algorithm {config.algorithm.name} samples no rollouts"]
+        steps = steps_logged(files)
+        if steps:
+            has.append(f"{METRICS} has its {steps} steps")
+        if (files / ANSWERS).exists() and files.answers().steps:
+            has.append("--evaluation shows the answers of its evaluations")
+        return "; ".join(has)
+    return "it is active and has no step yet" if files.active else "it has no step with rollouts"
 
 
-def steps_logged(run: Path) -> int:
+def steps_logged(files: RunFiles) -> int:
     with suppress(OSError):
-        return sum(
-            line.startswith((b'{"kind":"fit"', b'{"kind": "fit"')) for line in whole_lines(run / "metrics.jsonl")
-        )
+        return sum(line["kind"] == "fit" for line in files.metrics())
     return 0
 
 
-def step_line(run: Path, step: int, last: int) -> str:
+def step_line(files: RunFiles, step: int, last: int) -> str:
     """Return a line with a step's most telling numbers; "" if metrics.jsonl has none."""
-    head = re.compile(rb'\{"kind": ?"rl", ?"step": ?%d,' % step)
-    with suppress(OSError, ValueError, TypeError):
-        for line in whole_lines(run / "metrics.jsonl"):
-            if head.match(line):
-                found = orjson.loads(line)
-                parts = [f"{name} {number(found[key])}" for key, name in SHOWN_METRICS.items() if key in found]
+    with suppress(OSError, TypeError):
+        for line in files.metrics():
+            if line["kind"] == "rl" and line["step"] == step:
+                parts = [f"{name} {number(line[key])}" for key, name in SHOWN_METRICS.items() if key in line]
                 name = f"step {step}, the last" + (f" is {last}" if step < last else "")
                 return f"{name}: {', '.join(parts)}" if parts else ""
     return ""
@@ -367,7 +348,7 @@ def show(picture: Picture, options: argparse.Namespace, tokenizer: TextTokenizer
 def lines_of(
     picture: Picture, options: argparse.Namespace, tokenizer: TextTokenizer | None, width: int
 ) -> Iterator[Text]:
-    def one(sample: Sample) -> Iterator[Text]:
+    def one(sample: RunSample) -> Iterator[Text]:
         if options.tokens and tokenizer is not None:
             return token_lines(sample, tokenizer, width)
         return sample_lines(sample, width=width, full=options.full, found=pattern_of(options.search))

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_rl.config import toml as config_file
 from titan_rl.config.auto import device_of, on_device, threads
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError
+from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.ext.replay.kept_batches import KeptBatches
-from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.lines import encode, replacing
-from titan_rl.record.summary import known_lines
-from titan_rl.tools.deployed import Refused, drive, in_own_network, named_refusals, overrides_of
-from titan_rl.wire.checkpoint_sums import FOLDER, damage
+from titan_rl.tools.deployed import drive, in_own_network, overrides_of
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.refused_input import UsageError, named_refusals
+from titan_rl.tools.saved_steps import saved_steps
+from titan_rl.wire.checkpoint_sums import damage
 from titan_rl.wire.cores import host_memory, usable_cores
 from titan_rl.wire.gpus import PLANNED, found_gpus, visible_devices
 from titan_rl.wire.program import DONE, FAILED, command_of, enter
@@ -51,7 +51,7 @@ FREE = ("parallelism", "training", "hosts", "comm", "compile", "activation_check
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """The steps to make again, after a checkpoint and up to the compared one."""
 
     run: Path
@@ -91,40 +91,45 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -> Plan:
-    """Find the batches and the checkpoint. Raise Refused if the step cannot be made again."""
-    if not (run / "config.toml").is_file():
-        raise Refused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
-    if wrong := [key for key, _ in overrides if key.split(".")[0] not in FREE]:
-        raise Refused(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
+def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -> ReplayPlan:
+    """Find the batches and the checkpoint. Raise UsageError if the step cannot be made again."""
+    files = RunFiles(run)
+    if not (files / CONFIG).is_file():
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
+    wrong = [key for key, _ in overrides if key.split(".")[0] not in FREE]
+    if wrong:
+        raise UsageError(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")
     try:
-        config = config_file.load_of_run(run, overrides)
+        config = files.config(overrides)
     except ConfigError as error:
-        raise Refused("; ".join(error.problems)) from error
+        raise UsageError("; ".join(error.problems)) from error
     batches, kept = KeptBatches(run, 0), set(KeptBatches(run, 0).steps)
     if not kept:
-        raise Refused(f"RUN: expected batches of the run's steps, found none in {run}: it had record.batches = 0")
+        raise UsageError(f"RUN: expected batches of the run's steps, found none in {run}: it had record.batches = 0")
     if step is None:
         step = max(kept)
-    checkpoints = Checkpoints((run / FOLDER,))
-    begins = checkpoints.whole_steps() + ([] if config.cold_start.steps else [0])  # 0: the model as it is built
+    saved = saved_steps(run)
+    begins = [int(name) for name in saved if name.isdecimal()]
+    begins += [] if config.cold_start.steps else [0]  # 0: the model as it is built
     possible = {start: _last_reached(start, kept) for start in begins}
     starts = [start for start, last in possible.items() if start < step <= last]
     if not starts:
         reached = sorted({n for start, last in possible.items() for n in range(start + 1, last + 1)})
         expected = f"one of steps {_ranges(reached)}" if reached else "a checkpoint before a kept step"
-        raise Refused(f"--step: expected {expected}: the steps after a checkpoint in {run} with batches, found {step}")
+        raise UsageError(
+            f"--step: expected {expected}: the steps after a checkpoint in {run} with batches, found {step}"
+        )
     start = max(starts)
-    if start and (reason := damage(run / FOLDER / f"step-{start}", read=True)):
-        raise Refused(f"{run / FOLDER / f'step-{start}'} is damaged: {reason}")
-    recorded = {line["step"]: line for line in known_lines(run / "metrics.jsonl") if line["kind"] in ("rl", "fit")}
+    if start and (reason := damage(saved[str(start)], read=True)):
+        raise UsageError(f"{saved[str(start)]} is damaged: {reason}")
+    recorded = {line["step"]: line for line in files.metrics() if line["kind"] in ("rl", "fit")}
     config = replace(
         config,
         job=replace(config.job, dump_folder=str(run.absolute()), fresh=False),
         checkpoint=replace(config.checkpoint, enable=True),
         record=replace(config.record, batches=0),
     )
-    return Plan(run, config, start, step, recorded, batches)
+    return ReplayPlan(run, config, start, step, recorded, batches)
 
 
 def _last_reached(start: int, kept: set[int]) -> int:
@@ -145,7 +150,7 @@ def _ranges(steps: Sequence[int]) -> str:
     return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def model_of(plan: Plan, scratch: Path) -> "tuple[Config, ModelShape, Packer, str]":
+def model_of(plan: ReplayPlan, scratch: Path) -> "tuple[Config, ModelShape, Packer, str]":
     """Return the config that ranks work with, the model's shape, the packer and the device."""
     from titan_rl.preflight.memory import on_cpu, on_gpus
     from titan_rl.preflight.plan import policy_of
@@ -157,7 +162,7 @@ def model_of(plan: Plan, scratch: Path) -> "tuple[Config, ModelShape, Packer, st
     try:
         policy = policy_of(config, scratch / "policy")
     except (OSError, ValueError) as error:
-        raise Refused("; ".join(str(error).splitlines())) from error
+        raise UsageError("; ".join(str(error).splitlines())) from error
     shape = policy.shape
     resolved = on_gpus(config, shape, gpus.nbytes) if device == "cuda" else on_cpu(config, shape, host_memory())
     return resolved, shape, Packer.of(config, resolved, policy.tokenizer.pad), device
@@ -166,7 +171,7 @@ def model_of(plan: Plan, scratch: Path) -> "tuple[Config, ModelShape, Packer, st
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
 
-def replay(plan: Plan, logprobs: bool, scratch: Path) -> int:
+def replay(plan: ReplayPlan, logprobs: bool, scratch: Path) -> int:
     from titan_rl.record.terminal import Terminal
 
     terminal = Terminal()
@@ -206,7 +211,7 @@ def mesh_of(config: Config, shape: "ModelShape", device: str) -> "ModelMesh":
     ranks = config.parallelism.world_size
     devices = visible_devices()[:ranks] if device == "cuda" else []
     if device == "cuda" and len(devices) < ranks:
-        raise Refused(f"parallelism: expected at most {len(devices)} ranks, one per GPU of this host, found {ranks}")
+        raise UsageError(f"parallelism: expected at most {len(devices)} ranks, one per GPU of this host, found {ranks}")
     env = {
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(threads(config, "model", device, usable_cores())),
@@ -218,7 +223,7 @@ def mesh_of(config: Config, shape: "ModelShape", device: str) -> "ModelMesh":
     return ModelMesh(lambda: [place], "trainer", config, shape, {PLANNED: device})
 
 
-def read_batches(plan: Plan, step: int) -> list[list[Sample]]:
+def read_batches(plan: ReplayPlan, step: int) -> list[list[Sample]]:
     from titan_rl.wire.errors import RunError
 
     try:
@@ -227,7 +232,7 @@ def read_batches(plan: Plan, step: int) -> list[list[Sample]]:
         raise RunError(str(error)) from error
 
 
-def compared(plan: Plan, results: "Sequence[tuple[int, StepStats]]", terminal: "Terminal") -> int:
+def compared(plan: ReplayPlan, results: "Sequence[tuple[int, StepStats]]", terminal: "Terminal") -> int:
     """Print the recorded numbers and the new ones. Return 1 if the last step's differ."""
     terminal.note(f"{'step':>6}  {'':<10}{'recorded':>16}{'now':>16}{'relative':>12}")
     apart = 0.0
@@ -251,14 +256,14 @@ def compared(plan: Plan, results: "Sequence[tuple[int, StepStats]]", terminal: "
 
 
 async def compare_logprobs(
-    plan: Plan, mesh: "ModelMesh", packer: "Packer", updates: Sequence[Sequence[Sample]], terminal: "Terminal"
+    plan: ReplayPlan, mesh: "ModelMesh", packer: "Packer", updates: Sequence[Sequence[Sample]], terminal: "Terminal"
 ) -> None:
     """Compute the trainers' log-probs before the step. Show the largest gaps to the sampling ones, and write all."""
     from titan_rl.batch.packing import unpack
 
     samples = [sample for update in updates for sample in update if "behaviour" in sample.columns]
     if not samples:
-        raise Refused("--logprobs: expected an algorithm of RL: the batch has no log-probs of sampling")
+        raise UsageError("--logprobs: expected an algorithm of RL: the batch has no log-probs of sampling")
     with terminal.phase(f"log-probs before step {plan.step}"):
         batches = packer.update(samples, mesh.dp)
         answers, _ = await mesh.scores(batches, plan.config.rollout.temperature)
@@ -286,17 +291,17 @@ async def compare_logprobs(
 # -- in a debugger -----------------------------------------------------------------------------------------------------
 
 
-def debug(plan: Plan) -> int:
+def debug(plan: ReplayPlan) -> int:
     """Make the step in this process, and stop in the debugger at its beginning and where it fails."""
     import tempfile
 
     if plan.config.parallelism.world_size > 1:
-        raise Refused(
+        raise UsageError(
             "--debug: expected one rank, because the step is made in this process; found "
             f"{plan.config.parallelism.world_size}: add --parallelism.data_parallel_shard_degree 1 and the like"
         )
     if not sys.stdin.isatty():
-        raise Refused("--debug: expected a terminal, for the debugger, found none")
+        raise UsageError("--debug: expected a terminal, for the debugger, found none")
     with tempfile.TemporaryDirectory() as scratch:
         step, batches = in_process(plan, Path(scratch))
         print(f"{PROG}: step {plan.step} is about to be made: `n` and `s` make a step, `u` shows the caller, `q` ends")
@@ -309,7 +314,7 @@ def debug(plan: Plan) -> int:
     return DONE
 
 
-def in_process(plan: Plan, scratch: Path) -> tuple[Any, list[Any]]:
+def in_process(plan: ReplayPlan, scratch: Path) -> tuple[Any, list[Any]]:
     """Return a model's `step` in the state before the step, and its batches."""
     config, shape, packer, device = model_of(plan, scratch)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")

@@ -26,15 +26,14 @@ from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.tools.deployed import (
     TARGET,
     Chosen,
-    Refused,
     choose,
     drive,
     exported,
     in_own_network,
-    named_refusals,
     overrides_of,
     setup_of,
 )
+from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, STOPPED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
@@ -114,15 +113,15 @@ def serve(chosen: Chosen, config: Config, options: argparse.Namespace, scratch: 
 def serve_tinker(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Serve the calls of Tinker's SDK."""
     if not options.config:
-        raise Refused("--config: expected the config of the model to train with --tinker, found none")
+        raise UsageError("--config: expected the config of the model to train with --tinker, found none")
     key = os.environ.get(KEY, "") or f"{TINKER_PREFIX}{secrets.token_hex(16)}"
     if not key.startswith(TINKER_PREFIX):
-        raise Refused(f"{KEY}: expected a key that begins with {TINKER_PREFIX}, as Tinker's SDK does, found another")
+        raise UsageError(f"{KEY}: expected a key that begins with {TINKER_PREFIX}, as Tinker's SDK does, found another")
     try:
         config = config_file.load(config_file.find(options.config), overrides)
         with_models(config)  # fetched while this process has the host's network
     except (ConfigError, FetchFailed) as error:
-        raise Refused("; ".join(getattr(error, "problems", [str(error)]))) from error
+        raise UsageError("; ".join(getattr(error, "problems", [str(error)]))) from error
     argv = ["--config", options.config, *(f"--{name}={text}" for name, text in overrides)]
     return in_own_network(PROG, config, lambda scratch: serve_models(argv, options, key, scratch), kinds=KINDS)
 
@@ -139,9 +138,9 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
     config = without_task(run.config)
     if config.lora.in_vllm is None:
         found = f'{config.lora.rank}, "{config.lora.sync}"'
-        raise Refused(f'lora.rank, lora.sync: expected at least 1, "adapter" with --tinker, found {found}')
+        raise UsageError(f'lora.rank, lora.sync: expected at least 1, "adapter" with --tinker, found {found}')
     if config.placement.kind == "colocated" or not config.samples_rollouts:
-        raise Refused(
+        raise UsageError(
             'placement.kind, algorithm.name: expected "disaggregated" and an algorithm that samples with --tinker, '
             f"because trainers and generators work at once, found {config.placement.kind!r}, {config.algorithm.name!r}"
         )
@@ -159,7 +158,7 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
             setup = settle(setup, lock)
             code = drive(lambda: served_models(setup, bound, key, terminal), terminal)
     except FolderRefused as error:
-        raise Refused(str(error)) from error
+        raise UsageError(str(error)) from error
     return DONE if code == STOPPED else code
 
 
@@ -216,7 +215,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         kind = socket.AF_INET6 if ":" in host else socket.AF_INET
         return isolation.outside(lambda: socket.create_server((host, port), family=kind))
     except (OSError, OverflowError, TypeError, ValueError) as error:  # no host can have such a name
-        raise Refused(f"--host, --port: expected an address to listen on, found {host}:{port} ({error})") from error
+        raise UsageError(f"--host, --port: expected an address to listen on, found {host}:{port} ({error})") from error
 
 
 async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Terminal") -> int:

@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         prog=command_of("warm"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
-    if reason := refusal():
+    reason = refusal()
+    if reason:
         print(f"titan_rl warm: {reason}", file=sys.stderr)
         return REFUSED
     end = threading.Event()
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 def refusal() -> str:
     """Return why there is nothing to keep warm, or ""."""
-    if value := os.environ.get(VARIABLE):
+    value = os.environ.get(VARIABLE)
+    if value:
         return f"expected {VARIABLE} to be unset, found {value!r}"
     if visible_gpus():
         return "expected a machine without a GPU: ranks that use CUDA are never forked"

@@ -16,12 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
 
+from titan_rl.record.run_names import METRICS
 from titan_rl.record.terminal import visible
-from titan_rl.tools.diagnosis.findings import Finding
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
+from titan_rl.tools.diagnosis.findings import RunFinding
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, measured, progress
-from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
-from titan_rl.tools.inspect.run_history import METRICS
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.program import DONE, USAGE, WHY_PAGE, command_of, enter
 
 SHOWN = 5  # causes
@@ -30,10 +31,10 @@ MOST_CHARACTERS = 2000  # in one entry
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    run = options.run
-    if not (run / METRICS).is_file():
-        problem = f"found none in {run}" if run.is_dir() else f"found no folder {run}"
-        print(f"titan_rl why: RUN: expected the dump folder of a run, with its {METRICS}, {problem}", file=sys.stderr)
+    run, files = options.run, RunFiles(options.run)
+    if not (files / METRICS).is_file():
+        expected = f"expected the dump folder of a run, with its {METRICS}"
+        print(f"titan_rl why: RUN: {expected}, {files.absence}", file=sys.stderr)
         return USAGE
     found = DiagnosedRun.of(run)
     if options.json:
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:
+def report(run: Path, history: MetricsHistory, diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[str]:
     """Yield the lines of the report."""
     width = min(100, get_terminal_size().columns)
     steps = f"steps {history.lines[0]['step']} to {history.last}" if history.lines else "no step"
@@ -64,7 +65,8 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
     for number, finding in enumerate(diagnosis.problems[:SHOWN], 1):
         yield ""
         yield from _entry(run, number, finding, width)
-    if hidden := diagnosis.problems[SHOWN:]:
+    hidden = diagnosis.problems[SHOWN:]
+    if hidden:
         yield f"\n{len(hidden)} more: {', '.join(each.rule for each in hidden)} (--json has them)"
     suspicions = history.answers.suspicions if history.answers else ()
     if not diagnosis.problems:
@@ -85,15 +87,15 @@ def report(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[st
         yield f"  {command_of('audit')} --rewards {shlex.quote(str(run))}"
 
 
-def _entry(run: Path, number: int, finding: Finding, width: int) -> Iterator[str]:
+def _entry(run: Path, number: int, finding: RunFinding, width: int) -> Iterator[str]:
     yield from _wrap(f"{number}. ", finding.text, width)
     for place, change in enumerate(finding.changes):
         yield from _wrap("   change  " if not place else "   or      ", str(change), width)
     if finding.advice:
         yield from _wrap("   why     ", finding.advice.replace("RUN", shlex.quote(str(run))), width)
-    if finding.samples:
+    if finding.examples:
         yield f"   read    {'; '.join(finding.samples)}"
-        yield f"           {command_of('look')} {shlex.quote(str(run))} --prompt {finding.prompt}"
+        yield f"           {command_of('look')} {shlex.quote(str(run))} --prompt {finding.examples[0].prompt_id}"
     for effect in finding.effects:
         yield from _wrap("   effect  ", effect.text, width)
 
@@ -111,7 +113,7 @@ def _wrap(head: str, text: str, width: int) -> list[str]:
     )
 
 
-def as_json(run: Path, history: History, diagnosis: Diagnosis, notes: Sequence[str]) -> dict[str, object]:
+def as_json(run: Path, history: MetricsHistory, diagnosis: Diagnosis, notes: Sequence[str]) -> dict[str, object]:
     values = {"run": str(run), "steps": history.last, "progress": progress(history)}
     with suppress(IndexError):
         values["cause"] = diagnosis.findings[0].rule

@@ -71,7 +71,7 @@ PARTS = {
     "timeline": "ext.timeline.timeline:timeline",
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",
-    "warnings of rules": "tools.diagnosis.watch:Watch",
+    "warnings of rules": "tools.diagnosis.watch:MetricsWatch",
     "worker": "ext.hosts.host_worker:main",
 }
 """Where each part is."""

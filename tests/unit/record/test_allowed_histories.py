@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.ledger import NAME
+from titan_rl.record.run_names import LEDGER
 from titan_rl.tools.inspect.audit_rules import audit
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
@@ -118,7 +118,7 @@ def test_a_run_that_rewinds_within_its_process(run: WrittenRun, interval: int) -
     assert "by 3 restarts" in clean(run)
 
 
-@pytest.mark.parametrize("name", [NAME, "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("name", [LEDGER, "metrics.jsonl", "rollouts.jsonl"])
 def test_a_run_whose_tail_is_torn(run: WrittenRun, name: str) -> None:
     run.life(config(max_staleness_steps=1), kill=(5, "reported"))
     path = run.folder / name
@@ -198,7 +198,7 @@ def test_any_lives(tmp_path_factory: pytest.TempPathFactory, lives: list[dict[st
                 run.life(config(**keys), last=end, rewind=end)
             case moment:
                 run.life(config(**keys), kill=(at if moment == "starting" else end, moment))
-        assert audit(run.folder)[0] == [] or not (run.folder / NAME).exists()
+        assert audit(run.folder)[0] == [] or not (run.folder / LEDGER).exists()
     if max(run.whole_steps(), default=0) < 8:
         run.life(config())
     clean(run)

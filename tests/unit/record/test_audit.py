@@ -28,7 +28,8 @@ from support.forging import (
     third,
     without,
 )
-from titan_rl.record.ledger import NAME, digest
+from titan_rl.record.ledger import digest
+from titan_rl.record.run_names import LEDGER
 from titan_rl.wire.checkpoint_sums import sum_files
 
 
@@ -54,7 +55,7 @@ def sampled(e: list[Line]) -> Line:
     return of(e, event="sampled", prompt=6)
 
 
-LEDGER: dict[str, tuple[Forge, str]] = {
+BAD_LEDGERS: dict[str, tuple[Forge, str]] = {
     "a version from the future": (
         lambda e: sampled(e).update(versions=[3, 53]),
         "(sampled): prompt 6 was sampled from version 53 after step 3",
@@ -303,10 +304,10 @@ FILES: dict[str, tuple[Change, str]] = {
         "metrics.jsonl: step 1 is missing",
     ),
     "a summary that is none": (raw("summary.json", lambda _: b"[]"), "summary.json: TypeError"),
-    **{f"{name}: a FIFO": (fifo(name), f"{name}: ") for name in (NAME, "metrics.jsonl", "rollouts.jsonl")},
+    **{f"{name}: a FIFO": (fifo(name), f"{name}: ") for name in (LEDGER, "metrics.jsonl", "rollouts.jsonl")},
     **{
         f"{name}: {what}": (raw(name, third(line)), f"{name}, line 3: expected")
-        for name in (NAME, "metrics.jsonl", "rollouts.jsonl")
+        for name in (LEDGER, "metrics.jsonl", "rollouts.jsonl")
         for what, line in {
             "garbage": b"\x00\xff garbage \xf0\x9f\n",
             "a list": b"[]\n",
@@ -318,7 +319,7 @@ FILES: dict[str, tuple[Change, str]] = {
         }.items()
     },
     **{
-        f"{NAME}: {text}": (raw(NAME, third(crc(text.encode()))), f"{NAME}, line 3{expected}")
+        f"{LEDGER}: {text}": (raw(LEDGER, third(crc(text.encode()))), f"{LEDGER}, line 3{expected}")
         for text, expected in {
             "[]": ": expected event 2",
             "{}": ": expected event 2",
@@ -329,19 +330,19 @@ FILES: dict[str, tuple[Change, str]] = {
             '{"n":2,"event":"scored","prompt":0,"rewards":[Infinity,0.0]}': " (scored): expected a valid rewards",
         }.items()
     },
-    f"{NAME}: bounds that are none": (
+    f"{LEDGER}: bounds that are none": (
         ledger(lambda e: e[0].update(bounds={"rollout.max_staleness_steps": 1})),
-        f"{NAME}, line 1 (begun): expected a valid bounds",
+        f"{LEDGER}, line 1 (begun): expected a valid bounds",
     ),
-    f"{NAME}: a flipped bit": (
-        raw(NAME, lambda whole: bytes(b ^ (i == 400) for i, b in enumerate(whole))),
+    f"{LEDGER}: a flipped bit": (
+        raw(LEDGER, lambda whole: bytes(b ^ (i == 400) for i, b in enumerate(whole))),
         "and its checksum, found",
     ),
-    f"{NAME}: a line missing": (raw(NAME, third(b"")), "expected event 2, found event 3: lines are missing"),
+    f"{LEDGER}: a line missing": (raw(LEDGER, third(b"")), "expected event 2, found event 3: lines are missing"),
     **{
         f"{name}: empty": (raw(name, lambda _: b""), expected)
         for name, expected in {
-            NAME: "ledger.jsonl: expected the start of a run, found nothing",
+            LEDGER: "ledger.jsonl: expected the start of a run, found nothing",
             "metrics.jsonl": "metrics.jsonl: step 1 is missing",
             "rollouts.jsonl": "the ledger has prompt 0 at step 1, rollouts.jsonl does not",
         }.items()
@@ -355,13 +356,13 @@ FILES: dict[str, tuple[Change, str]] = {
             lambda folder, name=name: ((folder / name).unlink(), (folder / name).mkdir()),
             f"{name}: expected a file, found a folder",
         )
-        for name in (NAME, "metrics.jsonl", "rollouts.jsonl")
+        for name in (LEDGER, "metrics.jsonl", "rollouts.jsonl")
     },
     "config.toml: garbage": (raw("config.toml", lambda _: b"\xff\x00["), "config.toml"),
     "config.toml: an unknown key": (raw("config.toml", lambda whole: whole + b"[nope]\nx = 1\n"), "nope"),
 }
 CASES: dict[str, tuple[Change, str]] = {
-    **{f"ledger: {name}": (ledger(forge), expected) for name, (forge, expected) in LEDGER.items()},
+    **{f"ledger: {name}": (ledger(forge), expected) for name, (forge, expected) in BAD_LEDGERS.items()},
     **{f"rollouts: {name}": (rollouts(forge), expected) for name, (forge, expected) in ROLLOUTS.items()},
     **{f"metrics: {name}": (metrics(forge), expected) for name, (forge, expected) in METRICS.items()},
     **FILES,

@@ -8,8 +8,8 @@ import pytest
 from support.forging import Change, Line, every, found_in, ledger, of, rollouts
 from support.turn_drivers import TOOL, Forking
 from support.written_runs import WrittenRun, config
-from titan_rl.record.ledger import events
 from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.sessions import DriverLost, Outcome, Session
 
 
@@ -60,8 +60,8 @@ def test_a_run_of_turns_is_sound_and_its_lines_have_every_turn(finished: Path) -
     assert len(places) == sum(turn["sampled"] for turn in again["turns"])
     assert TOOL in again["tokens"]
     assert TOOL not in places
-    assert len(every(list(events(finished)), event="turn", prompt=5, sample=1)) == 6, "three in each attempt"
-    dropped = [event for event in events(finished) if event["event"] == "dropped"]
+    assert len(every(list(RunFiles(finished).ledger()), event="turn", prompt=5, sample=1)) == 6, "three in each attempt"
+    dropped = [event for event in RunFiles(finished).ledger() if event["event"] == "dropped"]
     assert [(event["prompt"], event["reason"]) for event in dropped] == [
         (id, "failed: 3 of 3 rollouts failed; the first: error: ValueError: no such tool") for id in (6, 13)
     ]

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.scores import estimate, independent_difference, paired_difference
+from titan_rl.record.scores import estimate
 from titan_rl.tools import compare
 from titan_rl.tools.inspect import comparison
 from titan_rl.tools.inspect.plots import Curve, Range, plot, sparkline
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, current_names
+from titan_rl.tools.inspect.score_differences import independent_difference, paired_difference
 
 DATA = """[task]
 eval_path = "test.jsonl"

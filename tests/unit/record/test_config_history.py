@@ -8,12 +8,13 @@ import pytest
 
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
-from titan_rl.record.config_history import cuts, reward_cut
+from titan_rl.record.config_history import cuts
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_log import RunLog
 from titan_rl.tools.audit import main as audit
-from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.tools.view.page import page_data
 
 SEED = 20261128
@@ -38,7 +39,7 @@ def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path, capsys: pytes
     steps(tmp_path, changed(config, REWARD), 11, 12)
     assert [(cut.step, set(cut.changed)) for cut in cuts(tmp_path)] == [(8, {*REWARD, *RATE}), (10, {*RATE})]
     assert str(cuts(tmp_path)[1]) == f"since step 10: optimizer.lr 0.5 -> {config.optimizer.lr}"
-    assert reward_cut(tmp_path) == 8
+    assert RunFiles(tmp_path).reward_cut() == 8
     assert any("only the steps after step 8 are examined" in note for note in DiagnosedRun.of(tmp_path).notes)
     assert audit(["--rewards", str(tmp_path)]) == 0
     assert "only the steps after step 8 are compared" in capsys.readouterr().out
@@ -46,7 +47,7 @@ def test_settings_that_made_earlier_steps_are_kept(tmp_path: Path, capsys: pytes
     assert sum(text.startswith("since step 8: ") for text in texts) == 1
     with Ledger(tmp_path) as ledger:
         ledger.begun(0, 0, (), bounds=bounds_of(config), changed=cuts(tmp_path)[0].changed)
-    assert not History.of(tmp_path).problems
+    assert not LedgerHistory.of(tmp_path).problems
 
 
 def test_each_step_has_the_settings_that_made_it(tmp_path: Path) -> None:

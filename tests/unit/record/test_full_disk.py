@@ -20,10 +20,11 @@ import pytest
 from support.written_runs import WrittenRun, config
 from titan_rl.config.sections import Config, FaultSection, MetricsSection
 from titan_rl.record.incidents import Incidents
-from titan_rl.record.ledger import NAME, Ledger
+from titan_rl.record.ledger import Ledger
 from titan_rl.record.lines import LineFile, Unwritable, whole_lines
 from titan_rl.record.metric_docs import DOCS
 from titan_rl.record.run_log import RunLog
+from titan_rl.record.run_names import LEDGER
 from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.wire.errors import RankFailed, RunError
 
@@ -79,7 +80,7 @@ def test_a_large_write_that_fails_leaves_none_of_its_pieces(tmp_path: Path, monk
     assert path.read_bytes() == b"xxxxxxxxx\n" + b"yyyyyyyyy\n" * 7
 
 
-@pytest.mark.parametrize("name", [NAME, "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("name", [LEDGER, "metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("nth", [1, 2, 5])
 def test_a_run_whose_log_is_full_ends_by_name_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nth: int
@@ -97,10 +98,10 @@ def test_a_run_whose_log_is_full_ends_by_name_and_resumes(
     monkeypatch.setattr(LineFile, "flush", limited)
     with pytest.raises(RunError, match=rf"{name} cannot be written: File too large"):
         run.life(config(max_staleness_steps=1))
-    for each in (NAME, "metrics.jsonl", "rollouts.jsonl"):
+    for each in (LEDGER, "metrics.jsonl", "rollouts.jsonl"):
         path = tmp_path / each
         assert not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
-    if (tmp_path / NAME).exists() and (name, nth) != (NAME, 1):
+    if (tmp_path / LEDGER).exists() and (name, nth) != (LEDGER, 1):
         assert audit(tmp_path)[0] == []
     monkeypatch.setattr(LineFile, "flush", flush)
     run.life(config(max_staleness_steps=1))
@@ -117,8 +118,8 @@ def test_a_name_that_cannot_be_opened_ends_the_run(tmp_path: Path, name: str) ->
         with RunLog(tmp_path, "tiny", Config()) as log:
             log.summary({})
     if name == "metrics.jsonl":
-        (tmp_path / NAME).mkdir()
-        with pytest.raises(RunError, match=f"{NAME} cannot be written: Is a directory"):
+        (tmp_path / LEDGER).mkdir()
+        with pytest.raises(RunError, match=f"{LEDGER} cannot be written: Is a directory"):
             Ledger(tmp_path)
 
 

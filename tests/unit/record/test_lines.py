@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.config.sections import FaultSection
-from titan_rl.record.incidents import NAME, Incident, Incidents
+from titan_rl.record.incidents import Incidents
 from titan_rl.record.lines import LineFile, superseded, whole_lines, write_whole
+from titan_rl.record.run_names import FAULTS
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.errors import RunError
 
 WHOLE = b"one\ntwo\nthree\n"
@@ -81,17 +83,17 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_incidents_follow_a_torn_line(tmp_path: Path) -> None:
     said: list[str] = []
-    (tmp_path / NAME).write_bytes(b'{"who": "gener')
+    (tmp_path / FAULTS).write_bytes(b'{"who": "gener')
     incidents = Incidents(tmp_path, FaultSection(), said.append)
     lost = incidents.lost("trainer", RunError("trainer died", "traceback"))
     incidents.back(lost, "all is well", redone=2)
-    lines = [json.loads(line) for line in whole_lines(tmp_path / NAME)]
+    lines = [json.loads(line) for line in whole_lines(tmp_path / FAULTS)]
     assert lines[0] == {
         "who": "trainer", "why": "trainer died", "time": lost.time, "outcome": "", "seconds": 0.0, "redone": 0,
         "anew": 0, "details": "traceback",
     }  # fmt: skip
     assert lines[1] == lost.record()
-    assert Incident.of(lines[1]) == lost
+    assert list(RunFiles(tmp_path).faults())[1] == lost
     assert said == ["trainer died", f"trainer is back after {lost.seconds:.1f} s: all is well; 2 steps to repeat"]
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.ledger import NAME
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_lock import RunLock
+from titan_rl.record.run_names import LEDGER, METRICS, ROLLOUTS
 from titan_rl.tools.audit import main
-from titan_rl.tools.inspect.run_history import METRICS, ROLLOUTS
 
 STEPS = 4
 
@@ -46,9 +45,9 @@ def test_no_file_of_an_active_run_is_ahead_of_another(
 
 
 def test_a_change_in_an_active_run_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = (folder / NAME).read_bytes()
+    ledger = (folder / LEDGER).read_bytes()
     (folder / ROLLOUTS).write_bytes((folder / ROLLOUTS).read_bytes().replace(b'"sample":0', b'"sample":1', 1))
     with RunLock(folder):
         assert main([str(folder)]) == 1
     assert "is there twice" in capsys.readouterr().out
-    assert (folder / NAME).read_bytes() == ledger
+    assert (folder / LEDGER).read_bytes() == ledger

@@ -9,9 +9,9 @@ import pytest
 
 from support.forging import Change, raw
 from support.written_runs import WrittenRun, config
-from titan_rl.record.ledger import NAME
-from titan_rl.record.missing_records import Recorded
+from titan_rl.record.missing_records import RunRecords
 from titan_rl.record.run_folder import Resume
+from titan_rl.record.run_names import LEDGER
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
@@ -32,7 +32,7 @@ def of_another_run(name: str) -> Change:
         (lambda folder: None, Resume(None, None), "the steps of the whole run are trained again"),
         (lambda folder: None, Resume(None, 4), "the steps after the cold start are trained again"),
         (lambda folder: None, Resume(6, None), "the steps after step 6 are trained again"),
-        (of_another_run(NAME), Resume(8, None), "metrics.jsonl: the lines of step 8 are not those in ledger.jsonl"),
+        (of_another_run(LEDGER), Resume(8, None), "metrics.jsonl: the lines of step 8 are not those in ledger.jsonl"),
         (of_another_run("metrics.jsonl"), Resume(8, None), "metrics.jsonl: the lines of step 8 are not those"),
         (
             raw("rollouts.jsonl", lambda lines: lines.replace(b'"finish":"stop"', b'"finish":"full"')),
@@ -49,11 +49,11 @@ def test_what_was_lost_or_exchanged_is_named(
 ) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     change(folder)
-    notes = Recorded.of(folder).missing(config(), resume)
+    notes = RunRecords.of(folder).missing(config(), resume)
     assert any(note in each for each in notes) if note else notes == [], notes
 
 
 def test_a_start_reads_the_ledger_once(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded.of(finished)
+    recorded = RunRecords.of(finished)
     monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("a file is read again"))
     assert recorded.missing(config(), Resume(8, None)) == recorded.missing(config(), Resume(8, None)) == []

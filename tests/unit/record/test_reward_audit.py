@@ -11,6 +11,7 @@ import pytest
 from titan_rl.record.ledger import Ledger
 from titan_rl.tools.audit import main
 from titan_rl.tools.inspect.reward_audit import SUSPECT, reward_report
+from titan_rl.tools.inspect.run_files import RunFiles
 
 Answer = dict[str, Any]  # text, reward, and what a line may have besides
 
@@ -61,10 +62,11 @@ def write(folder: Path, policy: Callable[[Random, float, int], Answer], steps: i
                     answer = policy(random, (step - 1) / steps, reference)
                     tokens = len(answer["text"].split())
                     line = {"kind": "rl", "step": step, "prompt_id": prompt, "sample": sample, "answer": str(reference)}
-                    line |= {"finish": "stop", "mask": [0] + [1] * tokens, **answer}
+                    line |= {"group": prompt % 4, "prompt": "", "finish": "stop", "advantage": 0.0, "tokens": []}
+                    line |= {"logprobs": [], "mask": [0] + [1] * tokens, "versions": [0] * tokens, **answer}
                     file.write(json.dumps(line) + "\n")
     Ledger(folder).close()
-    return reward_report(folder)
+    return reward_report(RunFiles(folder))
 
 
 def suspicions(lines: list[str]) -> list[str]:
@@ -99,7 +101,10 @@ def test_a_planted_hack_is_suspected_and_its_samples_are_named(
 
 def test_steps_before_a_change_of_the_reward_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, longer)
-    assert any(line.startswith("reward: ") and "steps 21 to 23, " in line for line in reward_report(tmp_path, after=20))
+    assert any(
+        line.startswith("reward: ") and "steps 21 to 23, " in line
+        for line in reward_report(RunFiles(tmp_path), after=20)
+    )
 
 
 def test_a_text_that_is_right_for_its_reference_is_not_suspected(tmp_path: Path) -> None:
@@ -145,9 +150,10 @@ def test_failed_rewards_are_counted_and_the_first_of_a_kind_is_named(tmp_path: P
         ledger.failed(0, 1, "ZeroDivisionError: mine at /x/f.py:3")
         ledger.scored(1, [1.0, float("nan")], {1: "my:f did not return within 5 s at /x/f.py:7"})
         ledger.scored(2, [1.0, float("nan")], {1: "my:f did not return within 6 s at /x/f.py:7"})
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "rl", "reward": None}) + "\n")
-    lines = reward_report(tmp_path)
+    with (tmp_path / "rollouts.jsonl").open("r+") as file:
+        line = json.loads(file.readlines()[-1])
+        file.write(json.dumps(line | {"reward": None}) + "\n")
+    lines = reward_report(RunFiles(tmp_path))
     assert lines[:3] == [
         "1 of 193 answers of trained groups have no reward",
         "failed 2 times, first prompt 1, sample 1: my:f did not return within 5 s at /x/f.py:7",

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import Config
-from titan_rl.record.ledger import Ledger, bounds_of, events
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
-from titan_rl.tools.inspect.audit_rules import History
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.run_history import LedgerHistory
 
 METRICS = {"tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
 
@@ -122,9 +123,9 @@ def test_the_number_of_bad_rows_is_in_the_summary_and_in_the_ledger(tmp_path: Pa
 
     with Ledger(tmp_path) as ledger:
         ledger.begun(0, 0, (), bounds=bounds_of(Config()), bad_rows=3)
-    (begun,) = events(tmp_path)
+    (begun,) = RunFiles(tmp_path).ledger()
     assert begun["bad_rows"] == 3
-    assert History.of(tmp_path).problems == []
+    assert LedgerHistory.of(tmp_path).problems == []
 
 
 @pytest.mark.parametrize(

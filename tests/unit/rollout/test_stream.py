@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.operations import instructions
 from support.rollout_streams import Echo, ids, source, stream
 from titan_rl.config.sections import RolloutSection
-from titan_rl.record.ledger import events
 from titan_rl.record.metrics import ages_of
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.seeds import derive, sample_seed
 from titan_rl.wire.types import Completion, Request
 
@@ -253,7 +253,7 @@ async def test_a_snapshots_cut_writes_nothing_and_a_checkpoints_is_preceded_by_i
         cut = rollouts.cut()
         assert rollouts._ledger._lines == before
         assert rollouts.saved(1) == cut
-        assert list(events(tmp_path))[-1] == {"n": before, "event": "saved", "step": 1}
+        assert list(RunFiles(tmp_path).ledger())[-1] == {"n": before, "event": "saved", "step": 1}
 
 
 def test_a_later_stream_of_a_process_asks_under_other_names(tokenizer: TextTokenizer) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from support.rollout_streams import Echo, begin, ids, ledger_lines, replayed, source, stream
-from titan_rl.record.ledger import NAME, decode, events
+from titan_rl.record.ledger import decode
 from titan_rl.record.metrics import _part_metrics
 from titan_rl.record.run_log import rollout_lines
+from titan_rl.record.run_names import LEDGER
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.tools.inspect.run_history import History
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.run_history import LedgerHistory
 from titan_rl.wire.types import Group, Judgement, Prompt, Rollout
 
 LOST = Judgement(math.nan, error="my:f did not return within 5 s")
@@ -56,7 +58,7 @@ def test_an_answer_without_a_reward_is_named_and_its_group_goes_on(tokenizer: Te
     assert one[1].unrewarded == LOST.error
     assert [dict(rollout.parts) for rollout in one] == [{"right": 1.0}, {}, {"right": 1.0}]
     assert warned[0] == "the reward failed on prompt 1, sample 1: my:f did not return within 5 s"
-    (scored,) = [e for e in events(tmp_path) if e["event"] == "scored" and e["prompt"] == 1]
+    (scored,) = [e for e in RunFiles(tmp_path).ledger() if e["event"] == "scored" and e["prompt"] == 1]
     assert scored["rewards"][1] is None
     assert scored["errors"] == {"1": LOST.error}
     ((id, attempt, error),) = ledger_lines(tmp_path, "failed")
@@ -103,14 +105,14 @@ def test_lines_and_metrics_have_the_components_and_count_the_failures(tokenizer:
 def test_the_audit_names_a_missing_reward_that_no_judge_failed_on(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     played(tokenizer, tmp_path, [])
     lines = []
-    for line in (tmp_path / NAME).read_bytes().splitlines(keepends=True):
+    for line in (tmp_path / LEDGER).read_bytes().splitlines(keepends=True):
         event = decode(line)
         assert event is not None
         event.pop("errors", None)
         text = json.dumps(event, separators=(",", ":")).encode()
         lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
-    (tmp_path / NAME).write_bytes(b"".join(lines))
-    problems = History.of(tmp_path).problems
+    (tmp_path / LEDGER).write_bytes(b"".join(lines))
+    problems = LedgerHistory.of(tmp_path).problems
     assert len(problems) == 1
     assert "prompt 1, sample 1 has the reward None, though it ended as completed" in problems[0]
 

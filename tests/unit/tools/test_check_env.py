@@ -11,7 +11,7 @@ from support.chat_folders import chat_folder
 from titan_rl.ext.agents.random_policy import RandomPolicy, tools_in
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.tools.check_env import Rehearsal, config_of, facts, main, parser, table
-from titan_rl.tools.deployed import Refused
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.types import Branch, Completion, Request, Rollout, Sampling, Turn
 
 
@@ -56,7 +56,7 @@ def test_a_name_is_an_environment_or_an_agent_and_a_config_may_have_it() -> None
     assert named("my:run", "--agent") == ("", "my:run", "jsonl")
     assert named("verifiers:gsm8k") == ("", "verifiers:gsm8k", "jsonl")
     assert named("--config", "calc_agent_llama") == ("", "titan_rl.ext.agents.calc_agent:run", "calc")
-    with pytest.raises(Refused, match="base"):
+    with pytest.raises(UsageError, match="base"):
         config_of(parser().parse_args(["hunt"]), [("base.x", "1")])
 
 

@@ -25,7 +25,8 @@ from titan_rl.tasks.task import load_task
 from titan_rl.tools import audit, ctl, export
 from titan_rl.tools import eval as eval_program
 from titan_rl.tools import serve as serve_program
-from titan_rl.tools.deployed import Chosen, Refused, choose, overrides_of, setup_of
+from titan_rl.tools.deployed import Chosen, choose, overrides_of, setup_of
+from titan_rl.tools.refused_input import UsageError
 from titan_rl.wire.seeds import derive
 
 
@@ -84,36 +85,36 @@ def test_a_folder_of_a_run_has_the_config_of_the_run(run: Path) -> None:
 def test_any_folder_needs_a_config(tmp_path: Path) -> None:
     folder = weights(tmp_path / "model")
     assert chosen(folder, config="grpo_llama").folder == folder
-    with pytest.raises(Refused, match="--config: expected the config with the task"):
+    with pytest.raises(UsageError, match="--config: expected the config with the task"):
         chosen(folder)
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     (run / "tb").mkdir()
     for target in (tmp_path / "none", run / "tb", run / "config.toml", tmp_path):
-        with pytest.raises(Refused, match=r"expected the dump folder of a run .* found none of them at"):
+        with pytest.raises(UsageError, match=r"expected the dump folder of a run .* found none of them at"):
             chosen(target, config="grpo_llama")
     for step in ("3", "x", "cold_start/2"):
-        with pytest.raises(Refused, match=r"--step: expected one of cold_start/7, 2, 4 \(in .*\), found"):
+        with pytest.raises(UsageError, match=r"--step: expected one of cold_start/7, 2, 4 \(in .*\), found"):
             chosen(run, step)
-    with pytest.raises(Refused, match="--step: expected none, or 2, with the checkpoint"):
+    with pytest.raises(UsageError, match="--step: expected none, or 2, with the checkpoint"):
         chosen(run / "checkpoint" / "step-2", "4")
-    with pytest.raises(Refused, match="--step: expected none with a Hugging Face folder, found 4"):
+    with pytest.raises(UsageError, match="--step: expected none with a Hugging Face folder, found 4"):
         chosen(run / "best", "4")
     (run / "config.toml").write_text(to_toml(replace(Config(), algorithm=replace(Config().algorithm, name="sft"))))
     assert chosen(run).step == "4"
     (run / "config.toml").write_text('[algorithm]\nname = "reward_model"\n')
-    with pytest.raises(Refused, match="expected a policy, found a reward model"):
+    with pytest.raises(UsageError, match="expected a policy, found a reward model"):
         chosen(run)
     (run / "config.toml").write_text("[algorithm]\nnames = 3\n")
-    with pytest.raises(Refused, match=r"\[algorithm\] has no key 'names'"):
+    with pytest.raises(UsageError, match=r"\[algorithm\] has no key 'names'"):
         chosen(run)
 
 
 def test_flags_of_the_config() -> None:
     assert overrides_of(["--a.b", "3", "--c.d=x=y"]) == [("a.b", "3"), ("c.d", "x=y")]
     for words in (["stray"], ["--nope", "3"], ["--a.b"]):
-        with pytest.raises(Refused):
+        with pytest.raises(UsageError):
             overrides_of(words)
 
 
@@ -154,14 +155,14 @@ def test_flags_change_the_chosen_sets() -> None:
     ],
 )
 def test_sets_that_cannot_be(argv: list[str], problem: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UsageError) as refused:
         sets(HARD, *argv)
     assert problem in str(refused.value)
 
 
 def test_a_reward_model_does_not_judge_its_own_policy() -> None:
     by_model = replace(Config(), task=replace(Config().task, reward="model"))
-    with pytest.raises(Refused, match="--reward: expected one for the held-out problems"):
+    with pytest.raises(UsageError, match="--reward: expected one for the held-out problems"):
         sets(by_model)
 
 
@@ -176,7 +177,7 @@ def test_a_server_reads_no_data() -> None:
     ("host", "port"), [("127.0.0.1", 99999), ("256.0.0.1", 0), ("no host", 0), ("\udcff", 0), ("é" * 300, 0)]
 )
 def test_an_address_that_cannot_be_listened_on(host: str, port: int) -> None:
-    with pytest.raises(Refused, match="--host, --port: expected an address to listen on, found"):
+    with pytest.raises(UsageError, match="--host, --port: expected an address to listen on, found"):
         serve_program.bound_socket(host, port)
 
 
@@ -185,7 +186,7 @@ def test_a_deployment_checks_the_rewards_of_its_sets_and_needs_no_other_model(tm
     folder.mkdir()
     write_model_folder(folder, shape_of(Config().model))
     by_model = replace(HARD, task=replace(HARD.task, reward="model"), algorithm=preset("ppo"))
-    with pytest.raises(Refused, match=r"eval\.sets\.again\.reward: expected a reward other than"):
+    with pytest.raises(UsageError, match=r"eval\.sets\.again\.reward: expected a reward other than"):
         setup_of(replace(by_model, eval=EvalSection(size=8, sets={"again": {}})), folder, tmp_path)
     own = replace(by_model, eval=EvalSection(size=8, sets={"again": {"reward": "exact", "size": 3}}))
     setup = setup_of(replace(own, hosts=replace(own.hosts, device="cpu")), folder, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from titan_rl.config import sections as c
 from titan_rl.tools.plan.engine_model import EngineModel
 from titan_rl.tools.plan.rates import EngineRates, Rates, Spread, SyncRates, TrainerRates, Work
-from titan_rl.tools.plan.simulate import Fault, Simulation, simulate
+from titan_rl.tools.plan.simulate import ReplicaLoss, Simulation, simulate
 from titan_rl.tools.plan.virtual_time import Cores, Stuck, VirtualLoop, in_virtual_time
 from titan_rl.wire.errors import DeadlinePassed
 
@@ -93,7 +93,9 @@ def test_the_stream_refuses_older_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_lost_replica_is_replaced_and_no_group_is_lost() -> None:
     given = config(4, 2, lag=1, replicas=2)
     rates = replace(RATES, engine=replace(RATES.engine, start_s=10.0))
-    run, whole = (simulate(given, rates, VARIED, steps=6, faults=f) for f in ([Fault(1, 1.0), Fault(1, 25.0)], []))
+    run, whole = (
+        simulate(given, rates, VARIED, steps=6, faults=f) for f in ([ReplicaLoss(1, 1.0), ReplicaLoss(1, 25.0)], [])
+    )
     assert [step["tokens/sampled"] for step in run.steps] == [step["tokens/sampled"] for step in whole.steps]
     assert run.resampled > 0
     died, back, *again = run.notes

@@ -28,11 +28,12 @@ from titan_rl.preflight.refusal import refuse
 from titan_rl.record.provenance import git_commit
 from titan_rl.record.terminal import open_console
 from titan_rl.tools.chaos.inflict import inflict
-from titan_rl.tools.chaos.outcome import Outcome
+from titan_rl.tools.chaos.outcome import FaultOutcome
 from titan_rl.tools.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cases, problems, role_of, schedule
 from titan_rl.tools.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.tools.chaos.table import Findings, show, write
-from titan_rl.tools.chaos.verdict import audits, shared_memory, summary
+from titan_rl.tools.chaos.verdict import audits, shared_memory
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.failpoints import FaultOrder, give
 from titan_rl.wire.program import command_of
 
@@ -131,7 +132,8 @@ class Chaos:
         config = self._config
         roles = ["trainer", *(["generator"] if config.samples_rollouts else []), *config.roles]
         roles += ["environment"] if config.rollout_code else []
-        if found := problems(options.kills, roles, self._config.training.steps, self._only):
+        found = problems(options.kills, roles, self._config.training.steps, self._only)
+        if found:
             refuse("the command line", found)
         self.findings = Findings(options.seed, options.kills)
 
@@ -140,13 +142,14 @@ class Chaos:
         if options.baseline:
             self._say("baseline: the same run without faults")
             folder = self._folder.with_name(f"{self._folder.name}.baseline")
-            if why_early := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
+            why_early = self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0)
+            if why_early:
                 self._say(why_early)
                 return BROKEN
-            findings.facts["baseline held-out score"] = summary(folder).get("final_eval")
-            findings.facts["baseline seconds"] = round(summary(folder).get("wall_seconds", 0.0), 1)
+            findings.facts["baseline held-out score"] = RunFiles(folder).summary().get("final_eval")
+            findings.facts["baseline seconds"] = round(RunFiles(folder).summary().get("wall_seconds", 0.0), 1)
         findings.ended = self._do_run(self._folder, self._argv, options.kills)
-        done = summary(self._folder)
+        done = RunFiles(self._folder).summary()
         findings.facts["held-out score"] = done.get("final_eval")
         findings.facts["seconds"] = round(done.get("wall_seconds", 0.0), 1)
         if options.baseline and done:
@@ -221,7 +224,8 @@ class Chaos:
         last, began, tasks = 0, time.monotonic(), list[asyncio.Task[None]]()
         try:
             for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
-                if every := self._options.every:
+                every = self._options.every
+                if every:
                     await asyncio.sleep(began + (len(tasks) + 1) * every - time.monotonic())
                     fault = replace(fault, step=0)
                 await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))
@@ -243,7 +247,7 @@ class Chaos:
         return ready and run.step > after and run.step >= fault.step
 
     async def _inject(self, run: ChaosRun, fault: Fault) -> None:
-        outcome = Outcome(fault, run.step, alone=not self._options.overlap)
+        outcome = FaultOutcome(fault, run.step, alone=not self._options.overlap)
         self.findings.outcomes.append(outcome)
         number = len(self.findings.outcomes)
         self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")

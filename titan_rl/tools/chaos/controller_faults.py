@@ -5,7 +5,6 @@ freeze, second          the controller stays, and no process may be replaced
 """
 
 import asyncio
-import json
 import os
 import re
 import resource
@@ -15,10 +14,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from titan_rl.record.ledger import events
-from titan_rl.record.lines import whole_lines
-from titan_rl.tools.chaos.outcome import Outcome, continued
+from titan_rl.tools.chaos.outcome import FaultOutcome, continued
 from titan_rl.tools.chaos.subject import END_SECONDS, ChaosRun
+from titan_rl.tools.inspect.run_files import RunFiles
 
 FREEZE = 1.5  # times fault.hang_seconds
 LOG_ROOM = 8192  # bytes that the log may grow by, for the error of the full disk
@@ -26,14 +24,14 @@ EXIT_SECONDS = 60.0  # for a controller to end: the grace of a stop, and some
 REFUSED, STOPPED, FAILED = 2, 130, 1
 
 
-async def crash(run: ChaosRun, outcome: Outcome) -> None:
+async def crash(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Kill the controller; its processes end with it, and the same command continues from the last checkpoint."""
     outcome.injected = time.time()
     os.kill(run.process.pid, signal.SIGKILL)
     await _started_again(run, outcome, -signal.SIGKILL, saves=False)
 
 
-async def preempt(run: ChaosRun, outcome: Outcome) -> None:
+async def preempt(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Send SIGTERM as schedulers do: to the controller, its process group, or every process of the run. The last step
     that finished is saved."""
     outcome.injected = time.time()
@@ -47,7 +45,7 @@ async def preempt(run: ChaosRun, outcome: Outcome) -> None:
     await _started_again(run, outcome, STOPPED, saves=True)
 
 
-async def fill_disk(run: ChaosRun, outcome: Outcome) -> None:
+async def fill_disk(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Let the controller's files grow to a size that its log does not have yet: the run ends by name, and the same
     command continues."""
     outcome.injected = time.time()
@@ -61,7 +59,7 @@ async def fill_disk(run: ChaosRun, outcome: Outcome) -> None:
         outcome.wrong.append("the run ended with a traceback")
 
 
-async def freeze(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> None:
+async def freeze(run: ChaosRun, outcome: FaultOutcome, hang_seconds: float) -> None:
     """Stop the controller for longer than fault.hang_seconds, as Ctrl-Z and a suspended laptop do."""
     outcome.injected = time.time()
     os.kill(run.process.pid, signal.SIGSTOP)
@@ -72,7 +70,7 @@ async def freeze(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> None:
     await continued(run, outcome)
 
 
-async def start_second(run: ChaosRun, outcome: Outcome) -> None:
+async def start_second(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Start the same command again in the same folder, also with --job.fresh: both are refused by name."""
     outcome.injected = time.time()
     for fresh in ("false", "true"):
@@ -91,7 +89,7 @@ async def start_second(run: ChaosRun, outcome: Outcome) -> None:
     await continued(run, outcome)
 
 
-async def _started_again(run: ChaosRun, outcome: Outcome, code: int, *, saves: bool) -> None:
+async def _started_again(run: ChaosRun, outcome: FaultOutcome, code: int, *, saves: bool) -> None:
     """Wait for the controller to end with this exit code and its processes to be gone; start the same command, and wait
     until it trains. `saves`: no finished step may be lost."""
     outcome.detected = await _within(EXIT_SECONDS, lambda: run.ended, run) - outcome.injected
@@ -123,10 +121,9 @@ async def _within(seconds: float, condition: Callable[[], object], run: ChaosRun
 
 def _last_step(run: ChaosRun) -> int:
     """Return the last RL step that metrics.jsonl has."""
-    lines = map(json.loads, whole_lines(run.folder / "metrics.jsonl"))
-    return max((line["step"] for line in lines if line["kind"] == "rl"), default=0)
+    return max((line["step"] for line in RunFiles(run.folder).metrics() if line["kind"] == "rl"), default=0)
 
 
 def _begun(run: ChaosRun) -> int:
     """Return the step after which the run continued the last time."""
-    return [event["step"] for event in events(run.folder) if event["event"] == "begun"][-1]
+    return [event["step"] for event in RunFiles(run.folder).ledger() if event["event"] == "begun"][-1]

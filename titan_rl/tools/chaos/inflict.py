@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from titan_rl.tools.chaos import controller_faults as controller
-from titan_rl.tools.chaos.outcome import Outcome, check_not_replaced, continued, replaced
+from titan_rl.tools.chaos.outcome import FaultOutcome, check_not_replaced, continued, replaced
 from titan_rl.tools.chaos.schedule import Fault, Kind, role_of
 from titan_rl.tools.chaos.subject import ChaosRun
 from titan_rl.wire.failpoints import FaultOrder, give
@@ -27,7 +27,7 @@ DAMAGE = 64  # bytes
 PAGE = 4096  # bytes of stamps before the two slots in a trainer's staging memory (actors/sync/transport.py)
 
 
-async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: Outcome) -> None:
+async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: FaultOutcome) -> None:
     """Inject the fault, wait until the run has recovered, and fill in `outcome` meanwhile."""
     how: dict[Kind, Callable[[], Awaitable[None]]] = {
         "kill": lambda: _send_signal(signal.SIGKILL, run, outcome),
@@ -49,14 +49,14 @@ async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: Out
     await how[fault.kind]()
 
 
-async def _send_signal(number: signal.Signals, run: ChaosRun, outcome: Outcome) -> None:
+async def _send_signal(number: signal.Signals, run: ChaosRun, outcome: FaultOutcome) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
     os.kill(pid, number)
     await replaced(run, outcome, pid)
 
 
-async def _kill_pair(run: ChaosRun, outcome: Outcome) -> None:
+async def _kill_pair(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Kill the victim and a generator rank: no replica may serve when the trainers are back."""
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
@@ -65,7 +65,7 @@ async def _kill_pair(run: ChaosRun, outcome: Outcome) -> None:
     await replaced(run, outcome, pid)
 
 
-async def _harm_fork_server(run: ChaosRun, outcome: Outcome) -> None:
+async def _harm_fork_server(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Kill the process that forked the victim, or stop it and kill the victim."""
     pid = run.ranks[outcome.fault.victim]
     server = psutil.Process(pid).parent()
@@ -79,13 +79,13 @@ async def _harm_fork_server(run: ChaosRun, outcome: Outcome) -> None:
     await replaced(run, outcome, pid)
 
 
-async def _order_fault(run: ChaosRun, outcome: Outcome, point: str, order: FaultOrder) -> None:
+async def _order_fault(run: ChaosRun, outcome: FaultOutcome, point: str, order: FaultOrder) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = await _obeyed(run, outcome.fault.victim, point, order)
     await replaced(run, outcome, pid)
 
 
-async def _slow_down(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> None:
+async def _slow_down(run: ChaosRun, outcome: FaultOutcome, hang_seconds: float) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
     with suppress(ProcessLookupError):  # it was replaced, which continued reports
@@ -99,20 +99,20 @@ async def _slow_down(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> No
     await continued(run, outcome)
 
 
-async def _damage_written(run: ChaosRun, outcome: Outcome) -> None:
+async def _damage_written(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Damage weights once as they are written into live parameters: the checksum finds it, and they are read again."""
     outcome.injected = await _obeyed(run, outcome.fault.victim, "put", FaultOrder("damage"))
     await continued(run, outcome)
     outcome.note = outcome.note or "healed by a second fetch"
 
 
-async def _poison(run: ChaosRun, outcome: Outcome) -> None:
+async def _poison(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Have a generator refuse a request. Its group is dropped and replaced; the replica serves the others."""
     outcome.injected = await _obeyed(run, outcome.fault.victim, "admit", FaultOrder("damage"))
     await continued(run, outcome)
 
 
-async def _damage_staged(run: ChaosRun, outcome: Outcome) -> None:
+async def _damage_staged(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Damage what a trainer rank has packed and checksummed, before any generator reads it."""
     readers = [rank for rank in run.ranks if role_of(rank) == "generator"]
     delay = FaultOrder("wait", HOLD_SECONDS)
@@ -123,7 +123,7 @@ async def _damage_staged(run: ChaosRun, outcome: Outcome) -> None:
     outcome.note = outcome.note or "healed by packing again"
 
 
-async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
+async def _fill_disk(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Limit the size of files that a trainer rank may write; the kernel applies the limit to memory files too."""
     pid, room = run.ranks[outcome.fault.victim], ROOM + _snapshot_size(run.process.pid, outcome.fault.mesh)
     outcome.injected = time.time()
@@ -145,7 +145,8 @@ async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
     finally:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-    if (match := reported()) is not None:
+    match = reported()
+    if match is not None:
         step, lifted = int(match[1]), run.step
         until_saved = run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
         outcome.recovered = await until_saved - outcome.injected

@@ -13,7 +13,7 @@ from titan_rl.tools.chaos.subject import ChaosRun
 
 
 @dataclass(slots=True)
-class Outcome:
+class FaultOutcome:
     fault: Fault
     step: int  # current when it was injected
     alone: bool = True  # faults do not overlap
@@ -27,7 +27,7 @@ class Outcome:
     note: str = ""
 
 
-async def replaced(run: ChaosRun, outcome: Outcome, pid: int) -> None:
+async def replaced(run: ChaosRun, outcome: FaultOutcome, pid: int) -> None:
     """Block until the loss is reported, and then until every rank is up and the run continues, the victim in another
     process than `pid`."""
     victim, since = outcome.fault.victim, outcome.injected
@@ -49,14 +49,14 @@ async def replaced(run: ChaosRun, outcome: Outcome, pid: int) -> None:
         outcome.wrong.append(f"{outcome.blamed} was blamed: {incidents[0].reason}")
 
 
-async def continued(run: ChaosRun, outcome: Outcome) -> None:
+async def continued(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Block until the next step starts, and check that no process was replaced."""
     step = run.step
     outcome.recovered = await run.until("the next step", lambda: run.step > step) - outcome.injected
     check_not_replaced(run, outcome)
 
 
-def check_not_replaced(run: ChaosRun, outcome: Outcome) -> None:
+def check_not_replaced(run: ChaosRun, outcome: FaultOutcome) -> None:
     """Report incidents as wrong, or only as a note if faults overlap: another fault may have caused them."""
     reasons = [
         f"expected that no process is replaced, found: {incident.reason}" for incident in caused_by(run, outcome)
@@ -67,7 +67,7 @@ def check_not_replaced(run: ChaosRun, outcome: Outcome) -> None:
         outcome.note = reasons[0]
 
 
-def caused_by(run: ChaosRun, outcome: Outcome) -> list[Incident]:
+def caused_by(run: ChaosRun, outcome: FaultOutcome) -> list[Incident]:
     """Return the incidents that the fault caused: all since its injection. If faults overlap: only its mesh's."""
     since = outcome.injected
     if outcome.alone:

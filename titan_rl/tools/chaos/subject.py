@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from titan_rl.ext.control.client import Endpoint, RequestFailed
-from titan_rl.record.incidents import NAME, Incident
+from titan_rl.record.incidents import Incident
 from titan_rl.record.lines import whole_lines
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire import failpoints
 
 POLL_SECONDS = 0.03
@@ -153,8 +154,7 @@ class ChaosRun:
         self.hits += [Hit(**json.loads(line)) for line in self._lines(self.orders / failpoints.HITS)]
         self.output += [OutputLine(time.time(), line.rstrip()) for line in self._lines(self.log)]
         known = {(incident.role, incident.time): incident for incident in self.incidents}
-        for line in self._lines(self.folder / NAME) if self.status else ():
-            incident = Incident.of(json.loads(line))
+        for incident in RunFiles(self.folder).faults() if self.status else ():
             known[incident.role, incident.time] = incident
         self.incidents = list(known.values())
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.record.lines import write_whole
-from titan_rl.tools.chaos.outcome import Outcome
+from titan_rl.tools.chaos.outcome import FaultOutcome
 
 HEADERS = {
     "detected_s": "detected",
@@ -33,20 +33,23 @@ HEADERS = {
 class Findings:
     seed: int
     planned: int
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[FaultOutcome] = field(default_factory=list)
     audits: dict[str, list[str]] = field(default_factory=dict)
     ended: str = ""  # why the chaos ended early
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
-        faults = [
-            f"{o.fault.what} of {o.fault.victim} at step {o.step}: {wrong}" for o in self.outcomes for wrong in o.wrong
-        ]
-        return [*([self.ended] if self.ended else []), *faults, *(p for found in self.audits.values() for p in found)]
+        problems = [self.ended] if self.ended else []
+        for outcome in self.outcomes:
+            head = f"{outcome.fault.what} of {outcome.fault.victim} at step {outcome.step}"
+            problems += [f"{head}: {wrong}" for wrong in outcome.wrong]
+        for found in self.audits.values():
+            problems += found
+        return problems
 
 
-def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+def rows(outcomes: Sequence[FaultOutcome]) -> Iterator[dict[str, Any]]:
     for o in outcomes:
         yield {
             "fault": o.fault.what,
@@ -61,18 +64,21 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         }
 
 
-def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def classes(outcomes: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
     """Return a row per kind of fault and role: count, and median and maximum of the seconds."""
-    groups: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[FaultOutcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.fault.kind, outcome.fault.role].append(outcome)
-    return [
-        {"fault": kind, "role": role, "count": len(each), "held": sum(not o.wrong for o in each)}
-        | _spread("detected", [o.detected for o in each])
-        | _spread("recovered", [o.recovered for o in each])
-        | {"steps_again": sum(o.steps for o in each), "samples_anew": sum(o.samples for o in each)}
-        for (kind, role), each in sorted(groups.items())
-    ]
+    found = list[dict[str, Any]]()
+    for (kind, role), each in sorted(groups.items()):
+        row: dict[str, Any] = {"fault": kind, "role": role, "count": len(each)}
+        row["held"] = sum(not outcome.wrong for outcome in each)
+        row |= _spread("detected", [outcome.detected for outcome in each])
+        row |= _spread("recovered", [outcome.recovered for outcome in each])
+        row["steps_again"] = sum(outcome.steps for outcome in each)
+        row["samples_anew"] = sum(outcome.samples for outcome in each)
+        found.append(row)
+    return found
 
 
 def show(findings: Findings, console: Console) -> None:
@@ -98,7 +104,8 @@ def write(findings: Findings, folder: Path, path: Path | None, facts: Mapping[st
         **findings.facts,
     }
     write_whole(folder / "chaos.json", json.dumps(whole, indent=2) + "\n")
-    if path is not None and (lines := [{**row, **facts} for row in classes(findings.outcomes)]):
+    lines = [{**row, **facts} for row in classes(findings.outcomes)]
+    if path is not None and lines:
         new = not path.exists()
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")

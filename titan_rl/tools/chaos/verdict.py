@@ -1,16 +1,14 @@
 """Audits a run that has ended, after any faults."""
 
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from titan_rl.record.summary import known_lines
 from titan_rl.tools.chaos.subject import ChaosRun
 from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.run_files import RunFiles
 
 SHARED = Path("/dev/shm")
 EXACT_GAP = 1e-7  # between the same weights in float32
@@ -44,16 +42,9 @@ def audits(run: ChaosRun, shared: set[Path], outlived: dict[int, str]) -> dict[s
     return {what: list(problems) for what, problems in checks.items()}
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """Return the run's summary.json, or {} if it wrote none."""
-    with suppress(OSError, ValueError):
-        return json.loads((folder / "summary.json").read_bytes())
-    return {}
-
-
 def _gaps(folder: Path) -> Iterator[str]:
     """Check that no damaged weights were served: the trainer scores the same tokens with its own weights."""
-    lines = [line for line in known_lines(folder / "metrics.jsonl") if "logprob_gap/mean" in line]
+    lines = [line for line in RunFiles(folder).metrics() if "logprob_gap/mean" in line]
     usual = statistics.median([line["logprob_gap/mean"] for line in lines] or [0.0])
     for line in lines:
         gap = line["logprob_gap/mean"]

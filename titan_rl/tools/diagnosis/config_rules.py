@@ -3,8 +3,8 @@
 import math
 from statistics import fmean
 
-from titan_rl.tools.diagnosis.findings import Change, Finding, moved, number, percent, rounded
-from titan_rl.tools.diagnosis.history import RECENT, SIGMAS, SOLVED, History, Series
+from titan_rl.tools.diagnosis.findings import Change, RunFinding, moved, number, percent, rounded
+from titan_rl.tools.diagnosis.history import RECENT, SIGMAS, SOLVED, MetricsHistory, Series
 
 COLD = 0.5  # temperature below which siblings are much alike: recipes for RL use 0.6 to 1.2
 SURE = 0.15  # nats of entropy at the start that leave nothing to choose between
@@ -20,7 +20,7 @@ PINNED_STEPS = 30  # steps after which a policy that learns has moved
 NO_RATE = 1e-7  # below it the rate alone explains that nothing moves
 
 
-def cold_sampling(run: History) -> Finding | None:
+def cold_sampling(run: MetricsHistory) -> RunFinding | None:
     """A temperature so low that the answers to a prompt are nearly the same."""
     entropy, temperature = run["entropy"], run.config.rollout.temperature
     if temperature >= COLD or not len(entropy) or run.rises or run.reward_level >= SOLVED:
@@ -30,7 +30,7 @@ def cold_sampling(run: History) -> Finding | None:
     if not sure and not (dead >= ALIKE and first < 2 * SURE):
         return None
     equal = f", {percent(dead)} of the groups have equal rewards" if math.isfinite(dead) else ""
-    return Finding(
+    return RunFinding(
         "cold_sampling",
         f"rollout.temperature = {temperature:g}: the entropy is {number(first)} nats from step {entropy.steps[0]} on"
         f"{equal}",
@@ -45,7 +45,7 @@ def cold_sampling(run: History) -> Finding | None:
     )
 
 
-def entropy_bonus(run: History) -> Finding | None:
+def entropy_bonus(run: MetricsHistory) -> RunFinding | None:
     """An entropy bonus that outweighs the rewards."""
     entropy, adapted = run["entropy"], run["entropy_coef"]
     algorithm = run.config.algorithm
@@ -57,7 +57,7 @@ def entropy_bonus(run: History) -> Finding | None:
         return None
     since = begins_before_cuts(run, entropy.onset())
     key = "algorithm.entropy_coef_max" if algorithm.entropy_target else "algorithm.entropy_coef"
-    return Finding(
+    return RunFinding(
         "entropy_bonus",
         f"{key} = {weight:g}: {moved('entropy', first, now)}, rising since step {since}, and the "
         f"{_goal(run)} does not rise",
@@ -73,7 +73,7 @@ def entropy_bonus(run: History) -> Finding | None:
     )  # fmt: skip
 
 
-def begins_before_cuts(run: History, since: int) -> int:
+def begins_before_cuts(run: MetricsHistory, since: int) -> int:
     """Return when a rise of the entropy began that is seen from step `since` on: with the cuts, if answers began to be
     cut off a little earlier. Cuts do not raise the entropy; random answers miss their end."""
     cut = run["completions/clipped_ratio"]
@@ -86,7 +86,7 @@ def begins_before_cuts(run: History, since: int) -> int:
 CUT_BEGINS = 0.15  # share of answers cut off from which `truncation` dates itself
 
 
-def tight_anchor(run: History) -> Finding | None:
+def tight_anchor(run: MetricsHistory) -> RunFinding | None:
     """A KL penalty that holds the policy at the reference."""
     algorithm = run.config.algorithm
     weight, rates = algorithm.kl_coef, run["lr"]
@@ -99,7 +99,7 @@ def tight_anchor(run: History) -> Finding | None:
     before, after = run.reward.thirds()
     if run.reward_level >= SOLVED or run["frac_reward_zero_std"].recent(PINNED_STEPS) > 0.9:
         return None
-    return Finding(
+    return RunFinding(
         "tight_anchor",
         f"algorithm.kl_coef = {weight:g} holds the policy at the reference: KL {number(distance)} nats per token, "
         f"which costs {number(weight * distance)}, after {len(run.lines)} steps, {moved('reward', before, after)}",
@@ -111,9 +111,9 @@ def tight_anchor(run: History) -> Finding | None:
     )
 
 
-def _kl(run: History) -> Series:
+def _kl(run: MetricsHistory) -> Series:
     return next((run[f"kl/{kind}"] for kind in ("k3", "k2", "k1") if len(run[f"kl/{kind}"])), run["kl/k3"])
 
 
-def _goal(run: History) -> str:
+def _goal(run: MetricsHistory) -> str:
     return run.goal.name if run.teacher_only else "reward"

@@ -4,9 +4,9 @@ import math
 from statistics import fmean, median
 
 from titan_rl.config.sections import Config
-from titan_rl.tools.diagnosis.answers import AnswerFacts
-from titan_rl.tools.diagnosis.findings import Change, Finding, moved, number, percent
-from titan_rl.tools.diagnosis.history import RECENT, History
+from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
+from titan_rl.tools.diagnosis.findings import Change, RunFinding, moved, number, percent
+from titan_rl.tools.diagnosis.history import RECENT, MetricsHistory
 
 GAP_MULT = 1.05  # mean exp(|gap|), as metric_docs.py has it: above it more than rounding differs
 GAP_MEAN = 0.05  # nats: bfloat16 in both engines gives about 0.01
@@ -32,7 +32,7 @@ PARTS = {
 AFTERWARDS = {"time/save": ("checkpoints", "checkpoint.interval"), "time/eval": ("evaluation", "eval.interval")}
 
 
-def gap(run: History) -> Finding | None:
+def gap(run: MetricsHistory) -> RunFinding | None:
     """Trainers and generators that disagree on the log-probs of the same tokens."""
     mult, mean = run["logprob_gap/mult"], run["logprob_gap/mean"]
     lost = sum("logprob_gap/mean" in line and line["logprob_gap/mean"] is None for line in run.lines[-RECENT:])
@@ -66,7 +66,7 @@ def gap(run: History) -> Finding | None:
     changes.append(Change("debug.deterministic", "compare with float32 in both engines and lag 0"))
     stale = f"; the tokens are {age:.1f} steps old, which is part of it" if age > 0 else "; no token is stale"
     rounds = "; merged adapters are rounded to 16 bits, which loses small changes" if merged(config) else ""
-    return Finding(
+    return RunFinding(
         "gap",
         f"trainers and generators disagree: mean log-prob gap {number(mean.recent())}, mean exp|gap| "
         f"{number(mult.recent())} from step {since} on, {few}{stale}{rounds}{_places(run.answers)}",
@@ -100,7 +100,7 @@ def _places(facts: AnswerFacts | None) -> str:
     return f"; sampled with a probability below 1%, where a gap weighs most: {shares}"
 
 
-def stale(run: History) -> Finding | None:
+def stale(run: MetricsHistory) -> RunFinding | None:
     """Samples that are too old, or too many updates per step: clip and correction throw much of the step away."""
     ess = run["off_policy/ess"].recent()
     clips = run["clip_ratio/low"].plus(run["clip_ratio/high"])
@@ -123,7 +123,7 @@ def stale(run: History) -> Finding | None:
         key = "algorithm.epochs" if config.algorithm.epochs > 1 else "algorithm.minibatches"
         changes, why = [Change.of(config, key, max(1, updates // 2))], f"a step makes {updates} updates"
     changes.append(Change.of(config, "optimizer.lr", float(f"{config.optimizer.lr / 3:.0e}")))
-    return Finding(
+    return RunFinding(
         "stale",
         f"{why}: {' and '.join(numbers)}, from step {since} on",
         since,
@@ -135,7 +135,7 @@ def stale(run: History) -> Finding | None:
     )
 
 
-def routes(run: History) -> Finding | None:
+def routes(run: MetricsHistory) -> RunFinding | None:
     """Replayed experts that the trainers' routers would not have chosen."""
     agreement = run["routing/agreement"]
     if not agreement.recent() < AGREEMENT:
@@ -145,7 +145,7 @@ def routes(run: History) -> Finding | None:
     if run["policy_age/mean"].recent() > 0:
         lag = config.rollout.max_staleness_steps
         changes.insert(0, Change.of(config, "rollout.max_staleness_steps", lag // 2))
-    return Finding(
+    return RunFinding(
         "routes",
         f"the trainers' routers would have chosen {percent(agreement.recent())} of the replayed experts from step "
         f"{since} on (at least {percent(AGREEMENT)} expected), "
@@ -159,7 +159,7 @@ def routes(run: History) -> Finding | None:
     )
 
 
-def slow(run: History) -> Finding | None:
+def slow(run: MetricsHistory) -> RunFinding | None:
     """Steps that became slower, which part did, and since when."""
     step = run["time/step"]
     if len(step) < EARLY + RECENT:
@@ -184,7 +184,7 @@ def slow(run: History) -> Finding | None:
     advice = "timeline.json (ui.perfetto.dev) shows what the processes did in these steps; faults.jsonl, lost ranks."
     if longer > 1.5:
         text += f"; {moved('the mean answer', fmean(lengths.values[1:EARLY]), lengths.recent())} tokens"
-        return Finding(
+        return RunFinding(
             "slow",
             text,
             since,
@@ -192,10 +192,10 @@ def slow(run: History) -> Finding | None:
             (Change.of(run.config, "algorithm.overlong_buffer", max(1, run.config.rollout.max_new_tokens // 4)),),
             "Longer answers explain it: no fault, and a soft punishment bounds it.",
         )
-    return Finding("slow", text, since, run.last, (Change.of(run.config, remedy, _faster(run, remedy)),), advice)
+    return RunFinding("slow", text, since, run.last, (Change.of(run.config, remedy, _faster(run, remedy)),), advice)
 
 
-def _faster(run: History, key: str) -> object:
+def _faster(run: MetricsHistory, key: str) -> object:
     section, _, name = key.partition(".")
     now = getattr(getattr(run.config, section), name)
     if key == "weight_sync.delta":

@@ -1,8 +1,8 @@
 """What a rule finds, and the change of a key that it proposes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.config.sections import Config
 
@@ -29,8 +29,19 @@ class Change:
         return text if self.now in (None, "") else f"{text} (now {shown(self.now)})"
 
 
+class NamedSample(Protocol):
+    """A sample to read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def prompt_id(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """What one rule found. `since` and `last` are the first and the last step that show it."""
 
     rule: str
@@ -39,12 +50,15 @@ class Finding:
     last: int
     changes: tuple[Change, ...] = ()  # the first suspect first
     advice: str = ""
-    samples: tuple[str, ...] = ()  # names, to read
-    prompt: int | None = None  # id of the first sample's prompt
+    examples: Sequence[NamedSample] = ()  # samples to read
     problem: bool = True  # False: worth knowing, and no reason why a run does not learn
     level: int = 0  # how bad it is; a warning is repeated only at a higher level
     explains: frozenset[str] = frozenset()  # rules whose findings follow from this one
-    effects: tuple["Finding", ...] = field(default=())
+    effects: tuple["RunFinding", ...] = field(default=())
+
+    @property
+    def samples(self) -> list[str]:
+        return [example.name for example in self.examples]
 
     @property
     def warning(self) -> str:
@@ -63,20 +77,9 @@ class Finding:
             "steps": [self.since, self.last],
             "change": [{"key": each.key, "now": each.now, "proposed": each.proposed} for each in self.changes],
             "advice": self.advice,
-            "samples": list(self.samples),
+            "samples": self.samples,
             "effects": [effect.as_json for effect in self.effects],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """What the audit of a run's rewards holds for a reward that was won without the task."""
-
-    kind: str  # "grader", "one_answer", "length", "format", "fell", "constant"
-    text: str
-    samples: tuple[str, ...] = ()  # names, to read
-    prompt: int | None = None  # id of the first sample's prompt
-    lines: tuple[str, ...] = ()  # the samples with their text
 
 
 def shown(value: Any) -> str:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from titan_rl.config.sections import Config
-from titan_rl.tools.diagnosis.answers import AnswerFacts
+from titan_rl.record.lines import is_number
+from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
 from titan_rl.tools.diagnosis.findings import moved
 
 RECENT = 5  # steps whose mean is "now": one step is noise, and ten hide a fresh change
@@ -87,7 +88,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class HeldOutScore:
     """The held-out score after a step, and its 95% interval."""
 
     step: int
@@ -113,14 +114,14 @@ class Goal(NamedTuple):
         return moved(self.name, self.sign * before, self.sign * after)
 
 
-class History:
+class MetricsHistory:
     """A run as the rules see it. Lines are from metrics.jsonl; older versions lack keys, and null stands for a
     number that is not finite."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]], config: Config, answers: AnswerFacts | None = None) -> None:
         self.config, self.answers = config, answers
         self.lines: list[Mapping[str, Any]] = []
-        self.scores: list[Score] = []
+        self.scores: list[HeldOutScore] = []
         self.cold_start_loss = math.nan
         for line in lines:
             if line["kind"] in ("rl", "fit"):
@@ -130,7 +131,7 @@ class History:
             if line["kind"] != "cold_start" and is_number(score := line.get("eval/score")):
                 low, high = (line.get(key) for key in ("eval/low", "eval/high"))
                 low, high = (score if each is None else each for each in (low, high))
-                self.scores.append(Score(line["step"], float(score), low, high))
+                self.scores.append(HeldOutScore(line["step"], float(score), low, high))
         self._series: dict[str, Series] = {}
 
     @property
@@ -248,10 +249,6 @@ class History:
             error = math.hypot(first.error, now.error)
             learnt = learnt or now.value - first.value > GAIN_SIGMAS * error
         return learnt
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

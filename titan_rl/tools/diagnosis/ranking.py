@@ -17,11 +17,11 @@ from titan_rl.tools.diagnosis import (
     teacher_rules,
     update_rules,
 )
-from titan_rl.tools.diagnosis.findings import Finding, number, percent
-from titan_rl.tools.diagnosis.history import RECENT, History
+from titan_rl.tools.diagnosis.findings import RunFinding, number, percent
+from titan_rl.tools.diagnosis.history import RECENT, MetricsHistory
 
 FEW_STEPS = 10  # below it the thirds have three steps each
-Rule = Callable[[History], Finding | None]
+Rule = Callable[[MetricsHistory], RunFinding | None]
 
 RULES: Sequence[Rule] = (
     update_rules.not_finite,
@@ -76,16 +76,16 @@ FIT_RULES: Sequence[Rule] = (
 class Diagnosis:
     """The causes of a run, ranked, and what the rules could check."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[RunFinding, ...]
     checked: tuple[str, ...]  # names of the rules
     limits: tuple[str, ...] = ()  # what too few numbers cannot show
 
     @property
-    def problems(self) -> tuple[Finding, ...]:
+    def problems(self) -> tuple[RunFinding, ...]:
         return tuple(finding for finding in self.findings if finding.problem)
 
 
-def diagnose(run: History) -> Diagnosis:
+def diagnose(run: MetricsHistory) -> Diagnosis:
     """Return the causes, problems first, each with its effects."""
     rules = TEACHER_RULES if run.teacher_only else RULES if run.samples else FIT_RULES
     if not run.lines:
@@ -96,11 +96,11 @@ def diagnose(run: History) -> Diagnosis:
     return Diagnosis(tuple(causes), tuple(rule.__name__.replace("_", " ") for rule in rules), _limits(run))
 
 
-def _causes(found: Sequence[Finding]) -> list[Finding]:
+def _causes(found: Sequence[RunFinding]) -> list[RunFinding]:
     """Put each effect under the first finding that explains it."""
     order = {finding.rule: place for place, finding in enumerate(found)}
 
-    def caused(cause: Finding, effect: Finding) -> bool:
+    def caused(cause: RunFinding, effect: RunFinding) -> bool:
         if effect.rule not in cause.explains or cause.since > effect.since or (effect.problem and not cause.problem):
             return False
         mutual = cause.rule in effect.explains and effect.since == cause.since
@@ -118,7 +118,7 @@ def _causes(found: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-def _limits(run: History) -> tuple[str, ...]:
+def _limits(run: MetricsHistory) -> tuple[str, ...]:
     limits = []
     steps, scores = len(run.lines), len(run.scores)
     if steps < FEW_STEPS:
@@ -135,7 +135,7 @@ def _limits(run: History) -> tuple[str, ...]:
     return tuple(limits)
 
 
-def measured(run: History) -> str:
+def measured(run: MetricsHistory) -> str:
     """Return the numbers that the rules looked at, as they are now."""
     found = []
     for name, key, shown in (
@@ -154,7 +154,7 @@ def measured(run: History) -> str:
     return ", ".join(found)
 
 
-def progress(run: History) -> str:
+def progress(run: MetricsHistory) -> str:
     """Return how the scores moved, in one line."""
     parts = []
     if run.teacher_only and len(run.goal.series) > 1:

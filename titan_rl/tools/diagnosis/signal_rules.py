@@ -2,8 +2,8 @@
 
 import math
 
-from titan_rl.tools.diagnosis.findings import Change, Finding, number, percent
-from titan_rl.tools.diagnosis.history import GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, History
+from titan_rl.tools.diagnosis.findings import Change, RunFinding, number, percent
+from titan_rl.tools.diagnosis.history import GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, MetricsHistory
 from titan_rl.wire.program import command_of
 
 CUT = 0.3
@@ -30,7 +30,7 @@ LOST, BROKEN = 0.05, 0.2
 part of learning until they are a fifth."""
 
 
-def noise_sampling(run: History) -> Finding | None:
+def noise_sampling(run: MetricsHistory) -> RunFinding | None:
     """Answers that are noise: a temperature that is too high, or weights that were never trained."""
     if not len(run["entropy"]):
         return None
@@ -42,7 +42,7 @@ def noise_sampling(run: History) -> Finding | None:
     worse = greedy - reward > max(GREEDY_GAP * (high - low), SIGMAS * run.reward_noise / math.sqrt(RECENT))
     if r.temperature > HOT and (worse or (entropy > limit and not run.rises)):
         scores = f", where greedy answers to held-out problems earn {number(greedy)}" if worse else ""
-        return Finding(
+        return RunFinding(
             "noise_sampling",
             f"rollout.temperature = {r.temperature:g}: sampled answers earn {number(reward)}{scores}; the entropy "
             f"began at {number(entropy)} nats",
@@ -61,7 +61,7 @@ def noise_sampling(run: History) -> Finding | None:
                 "model.hf_assets_path", "another checkpoint, one that follows instructions", m.hf_assets_path
             )
         cut = run["completions/clipped_ratio"].recent()
-        return Finding(
+        return RunFinding(
             "noise_sampling",
             f"the answers are noise: entropy {number(entropy)} nats of at most {number(math.log(m.vocab_size))}"
             f" at step {first}, reward {number(reward)}, {percent(cut)} cut off",
@@ -90,7 +90,7 @@ _FOLLOW_NOISE = frozenset(
 )
 
 
-def truncation(run: History) -> Finding | None:
+def truncation(run: MetricsHistory) -> RunFinding | None:
     """Answers that a limit of tokens cuts off."""
     cut = run["completions/clipped_ratio"]
     share = cut.recent()
@@ -99,11 +99,9 @@ def truncation(run: History) -> Finding | None:
     since = cut.since(lambda value: value >= CUT / 2)
     change, limit = _limit(run)
     longest = run["completions/max_length"].recent(1)
-    facts, bad, names, prompt = run.answers, "", (), None
-    if facts and facts.cut.count:
-        names, prompt = facts.cut.names, facts.cut.prompt
-        if facts.whole.rewarded and facts.cut.rewarded:
-            bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
+    facts, bad = run.answers, ""
+    if facts and facts.whole.rewarded and facts.cut.rewarded:
+        bad = f"; cut answers earn {number(facts.cut.mean)}, whole ones {number(facts.whole.mean)}"
     dead = run["frac_reward_zero_std"].recent() >= DEAD and not run.teacher_only
     early = len(cut) < CUT_STEPS and not dead  # a pretrained model often learns to be brief in its first steps
     briefer = cut.gain < -max(GAIN_SIGMAS * cut.gain_noise, BRIEFER * cut.values[0])
@@ -114,7 +112,7 @@ def truncation(run: History) -> Finding | None:
         or run.teacher_only
         or (bool(bad) and facts is not None and facts.cut.mean >= facts.whole.mean > 0)
     )
-    return Finding(
+    return RunFinding(
         "truncation",
         f"{percent(share)} of the answers are cut off {limit}, from step {since} on{bad}",
         since,
@@ -122,8 +120,7 @@ def truncation(run: History) -> Finding | None:
         (change,),
         f"An answer that does not end is judged as it stands; the longest has {longest:.0f} tokens. "
         "algorithm.overlong_filter leaves such answers out, and training.seq_len must hold prompt and answer.",
-        names,
-        prompt,
+        facts.cut.examples if facts else (),
         problem=not harmless,
         level=1 if share >= ALL_CUT else 0,
         explains=frozenset(
@@ -133,7 +130,7 @@ def truncation(run: History) -> Finding | None:
     )
 
 
-def _limit(run: History) -> tuple[Change, str]:
+def _limit(run: MetricsHistory) -> tuple[Change, str]:
     """Return the key to change, and the limit that cuts answers off."""
     config = run.config
     by = {name: run[f"stop/{name}"].recent() for name in ("max_tokens", "context_overflow")}
@@ -146,7 +143,7 @@ def _limit(run: History) -> tuple[Change, str]:
     return Change.of(config, "rollout.max_new_tokens", 4 * limit), f"at rollout.max_new_tokens = {limit}"
 
 
-def constant_reward(run: History) -> Finding | None:
+def constant_reward(run: MetricsHistory) -> RunFinding | None:
     """A reward that gives every answer the same value."""
     value = _constant(run)
     if value is None or (value <= 0 and not _held_out_differs(run)):
@@ -156,7 +153,7 @@ def constant_reward(run: History) -> Finding | None:
     return _reward_finding(run, value)
 
 
-def _constant(run: History) -> float | None:
+def _constant(run: MetricsHistory) -> float | None:
     """Return the reward of all answers of all steps, if it is one value."""
     values = run.reward.values
     if len(values) < DEAD_STEPS or max(run["reward/std"].values, default=1.0) > SAME:
@@ -164,13 +161,13 @@ def _constant(run: History) -> float | None:
     return values[-1] if max(values) - min(values) <= SAME else None
 
 
-def _held_out_differs(run: History) -> bool:
+def _held_out_differs(run: MetricsHistory) -> bool:
     """Return True if the held-out problems, judged by the same or another reward, tell answers apart."""
     low, high = run.score_range
     return any(HOPELESS < (score.value - low) / (high - low) < SOLVED for score in run.scores)
 
 
-def _reward_finding(run: History, value: float) -> Finding:
+def _reward_finding(run: MetricsHistory, value: float) -> RunFinding:
     facts, task = run.answers, run.config.task
     count = (
         facts.count if facts else run.config.rollout.groups_per_step * run.config.rollout.group_size * len(run.lines)
@@ -178,11 +175,11 @@ def _reward_finding(run: History, value: float) -> Finding:
     texts = f" with {len(facts.texts)} different texts" if facts and len(facts.texts) > 1 else ""
     scores = f", and the held-out score is {number(run.scores[-1].value)}" if _held_out_differs(run) else ""
     key = "task.rewards" if task.rewards else "task.reward"
-    missed, names, prompt = "", facts.whole.names if facts else (), facts.whole.prompt if facts else None
+    missed, bucket = "", facts and facts.whole
     if facts and facts.missed.count > MISSED * facts.count:
         missed = f"; {facts.missed.count} of them contain the reference"
-        names, prompt = facts.missed.names, facts.missed.prompt
-    return Finding(
+        bucket = facts.missed
+    return RunFinding(
         "constant_reward",
         f"the reward is {number(value)} for all of {count} answers{texts}{missed}{scores}",
         run.reward.steps[0],
@@ -190,20 +187,19 @@ def _reward_finding(run: History, value: float) -> Finding:
         (Change(key, "a reward that tells these answers apart", _reward_name(run)),),
         "`titan_rl.run --dry-run` calls a reward once, and cannot see that it never changes: call it on the answers "
         "that are named here.",
-        names,
-        prompt,
+        bucket.examples if bucket else (),
         explains=frozenset(
             ("no_signal", "too_hard", "flat", "prompts", "rate_too_small", "solved", "format", "collapse")
         ),
     )
 
 
-def _reward_name(run: History) -> str:
+def _reward_name(run: MetricsHistory) -> str:
     task = run.config.task
     return ", ".join(task.rewards) if task.rewards else task.reward
 
 
-def format_part(run: History) -> Finding | None:
+def format_part(run: MetricsHistory) -> RunFinding | None:
     """A component of the reward that no answer ever earned: a format or pattern that is never found."""
     dead = []
     per_step = run.config.rollout.groups_per_step * run.config.rollout.group_size
@@ -226,7 +222,7 @@ def format_part(run: History) -> Finding | None:
     grader = name == "grader"
     what = "the grader" if grader else f"the component {' and '.join(map(repr, dead))} of the reward"
     key = "task.grader" if grader else "task.rewards" if run.config.task.rewards else "task.reward"
-    return Finding(
+    return RunFinding(
         "format",
         f"{what} was 0 for every answer of {len(run[f'reward_part/{name}'])} steps",
         run[f"reward_part/{name}"].steps[0],
@@ -234,13 +230,12 @@ def format_part(run: History) -> Finding | None:
         (Change(key, "check what this component looks for, and ask for it in the prompt", _reward_name(run)),),
         "A component that is never earned teaches nothing: no answer is ahead of its siblings by it. Name the format "
         "in task.system_prompt, show it in a cold start (task.demonstration_key), or reward a part of it.",
-        bucket.names if bucket else (),
-        bucket.prompt if bucket else None,
+        bucket.examples if bucket else (),
         explains=frozenset(("flat",)),
     )
 
 
-def too_hard(run: History) -> Finding | None:
+def too_hard(run: MetricsHistory) -> RunFinding | None:
     """Groups in which no answer earns anything."""
     dead = run["frac_reward_zero_std"]
     if len(dead) < DEAD_STEPS or dead.recent() < DEAD or not run.reward_level <= HOPELESS:
@@ -259,7 +254,7 @@ def too_hard(run: History) -> Finding | None:
     if own:
         changes.append(Change("task.reward", "call it on the answers named here", _reward_name(run)))
     scores = f", held-out score {number(run.scores[-1].value)}" if run.scores else ""
-    return Finding(
+    return RunFinding(
         "too_hard",
         f"no answer is right since step {since} (mean reward {number(run.reward.recent())}{scores}): "
         f"{percent(dead.recent())} of the groups have equal rewards{cold}",
@@ -268,20 +263,19 @@ def too_hard(run: History) -> Finding | None:
         tuple(changes),
         f"The task is too hard for this policy{custom}. RL strengthens answers that are right at times: an easier mix, "
         "supervised steps, a partial reward or a larger rollout.group_size makes some answers right.",
-        facts.whole.names if facts else (),
-        facts.whole.prompt if facts else None,
+        facts.whole.examples if facts else (),
         explains=frozenset(("no_signal", "flat", "prompts", "rate_too_small", "format", "collapse")),
     )  # fmt: skip
 
 
-def solved(run: History) -> Finding | None:
+def solved(run: MetricsHistory) -> RunFinding | None:
     """Groups in which every answer has the best reward."""
     dead = run["frac_reward_zero_std"]
     if len(dead) < DEAD_STEPS or dead.recent() < DEAD or not run.reward_level >= SOLVED:
         return None
     since = dead.since(lambda value: value >= DEAD)
     scores = f", held-out score {number(run.scores[-1].value)}" if run.scores else ""
-    return Finding(
+    return RunFinding(
         "solved",
         f"the task is solved: {percent(dead.recent())} of the groups are right throughout since step {since}, mean "
         f"reward {number(run.reward.recent())}{scores}",
@@ -294,7 +288,7 @@ def solved(run: History) -> Finding | None:
     )
 
 
-def no_signal(run: History) -> Finding | None:
+def no_signal(run: MetricsHistory) -> RunFinding | None:
     """Most groups have equal rewards, and the score does not rise."""
     dead = run["frac_reward_zero_std"]
     if len(dead) < DEAD_STEPS or dead.recent() < SPARSE or run.rises or run.reward_level >= SOLVED:
@@ -304,7 +298,7 @@ def no_signal(run: History) -> Finding | None:
     changes = [Change.of(config, "rollout.group_size", 2 * config.rollout.group_size)]
     if not config.algorithm.dynamic_sampling:
         changes.insert(0, Change.of(config, "algorithm.dynamic_sampling", True))
-    return Finding(
+    return RunFinding(
         "no_signal",
         f"{percent(dead.recent())} of the groups have equal rewards since step {since} (mean reward "
         f"{number(run.reward.recent())}), and teach nothing",
@@ -313,13 +307,12 @@ def no_signal(run: History) -> Finding | None:
         tuple(changes),
         "Each prompt is solved always or never: dynamic_sampling replaces such groups, [curriculum] sorts them out, "
         "and larger groups find rare right answers.",
-        facts.whole.names if facts else (),
-        facts.whole.prompt if facts else None,
+        facts.whole.examples if facts else (),
         explains=frozenset(("flat", "prompts")),
     )
 
 
-def prompts(run: History) -> Finding | None:
+def prompts(run: MetricsHistory) -> RunFinding | None:
     """Prompts that were always or never solved, over all of their visits."""
     facts = run.answers
     if facts is None or run.config.curriculum.on or run.config.algorithm.dynamic_sampling:
@@ -332,7 +325,7 @@ def prompts(run: History) -> Finding | None:
     if (always + never) < SPARSE * len(often):
         return None
     key, value = ("curriculum.solved_visits", 2) if always >= never else ("curriculum.hopeless_wait", 3)
-    return Finding(
+    return RunFinding(
         "prompts",
         f"of {len(often)} prompts with at least {ALWAYS} visits {always} were solved by every answer each time and "
         f"{never} by none ever",
@@ -344,7 +337,7 @@ def prompts(run: History) -> Finding | None:
     )
 
 
-def failures(run: History) -> Finding | None:
+def failures(run: MetricsHistory) -> RunFinding | None:
     """Rollouts that are lost, time out or raise, tool calls that fail, answers that no reward could judge."""
     shares = {name: run[f"stop/{name}"].recent() for name in ("error", "lost", "timeout", "tool_error", "parse_error")}
     shares = {name: share for name, share in shares.items() if math.isfinite(share)}
@@ -366,21 +359,20 @@ def failures(run: History) -> Finding | None:
     since = run[key].since(lambda value: value >= floor)
     what = "had no reward, because their judge failed" if name == "reward" else f"ended as {name!r}"
     others = "".join(f", {percent(s)} as {n!r}" for n, s in bad.items() if n != name)
-    return Finding(
+    return RunFinding(
         "failures",
         f"{percent(share)} of the rollouts {what}{others}, from step {since} on{': ' if error else ''}{error[:160]}",
         since,
         run.last,
         (_remedy(run, name),),
         "Rollouts that ended as error, lost or timeout, or without a reward, are not trained on.",
-        bucket.names if bucket else (),
-        bucket.prompt if bucket else None,
+        bucket.examples if bucket else (),
         level=int(4 * share),
         explains=frozenset(("no_signal", "flat", "too_hard", "slow")) if share >= 0.5 else frozenset(),
     )
 
 
-def _remedy(run: History, name: str) -> Change:
+def _remedy(run: MetricsHistory, name: str) -> Change:
     config = run.config
     match name:
         case "timeout":

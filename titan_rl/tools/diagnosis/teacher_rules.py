@@ -1,14 +1,14 @@
 """Rules about learning from a teacher without rewards: its distance is what a run makes smaller."""
 
-from titan_rl.tools.diagnosis.findings import Change, Finding, moved, percent, rounded
-from titan_rl.tools.diagnosis.history import History, jumps
+from titan_rl.tools.diagnosis.findings import Change, RunFinding, moved, percent, rounded
+from titan_rl.tools.diagnosis.history import MetricsHistory, jumps
 
 COVERED = 0.1  # share of the answers with a privileged context below which a step has hardly a signal
 TOO_LONG = 0.5  # share of the answers whose privileged prompt does not fit
 AWAY = 0.3  # growth of the distance to the teacher, as a share, that no batch explains
 
 
-def uncovered(run: History) -> Finding | None:
+def uncovered(run: MetricsHistory) -> RunFinding | None:
     """Answers for which the teacher has nothing to read that the policy has not."""
     covered, algorithm = run["distill/covered"], run.config.algorithm
     if not algorithm.teacher_context or len(covered) < 2 or covered.recent() >= COVERED:
@@ -17,7 +17,7 @@ def uncovered(run: History) -> Finding | None:
     changes = [Change("algorithm.teacher_context", "a text that these answers have", algorithm.teacher_context)]
     if long > TOO_LONG:
         changes.insert(0, Change.of(run.config, "training.seq_len", 2 * run.config.training.seq_len))
-    return Finding(
+    return RunFinding(
         "uncovered",
         f"the teacher reads more than the policy for {percent(covered.recent())} of the answers since step {since}"
         + (f"; for {percent(long)} it is too long" if long > TOO_LONG else ""),
@@ -29,7 +29,7 @@ def uncovered(run: History) -> Finding | None:
     )
 
 
-def astray(run: History) -> Finding | None:
+def astray(run: MetricsHistory) -> RunFinding | None:
     """Return a collapse if the policy moved away from its teacher for good."""
     name, goal, sign = run.goal
     if len(goal) < 4:
@@ -40,7 +40,7 @@ def astray(run: History) -> Finding | None:
         return None
     step = falls[0].step
     rate = (run["lr"].between(0, step - 1) or [run.config.optimizer.lr])[-1]
-    return Finding(
+    return RunFinding(
         "collapse",
         f"step {step}: {moved(name, sign * falls[0].before, sign * goal.recent())}, "
         f"{moved('entropy', *run['entropy'].thirds())}",

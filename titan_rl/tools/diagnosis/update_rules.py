@@ -5,15 +5,15 @@ from statistics import fmean
 
 from titan_rl.tools.diagnosis import teacher_rules
 from titan_rl.tools.diagnosis.config_rules import begins_before_cuts
-from titan_rl.tools.diagnosis.findings import Change, Finding, moved, number, percent, rounded
+from titan_rl.tools.diagnosis.findings import Change, RunFinding, moved, number, percent, rounded
 from titan_rl.tools.diagnosis.history import (
     BEFORE,
     GAIN_SIGMAS,
     RECENT,
     SIGMAS,
     SOLVED,
-    History,
     Jump,
+    MetricsHistory,
     is_number,
     jumps,
 )
@@ -34,7 +34,7 @@ LEAST_RATE = 1e-6  # the lowest that recipes of RL for language models use
 LOSS_FACTOR = 1.3  # growth of a supervised loss that no batch explains once SIGMAS are exceeded too
 
 
-def not_finite(run: History) -> Finding | None:
+def not_finite(run: MetricsHistory) -> RunFinding | None:
     """Updates that were skipped because a loss or gradient was not finite."""
     bad = [
         line["step"]
@@ -45,7 +45,7 @@ def not_finite(run: History) -> Finding | None:
         return None
     several = "s" * (len(bad) > 1)
     where = f"step {bad[0]}" if len(bad) == 1 else f"steps {bad[0]} to {bad[-1]}"
-    return Finding(
+    return RunFinding(
         "not_finite",
         f"{len(bad)} of {len(run.lines)} steps had a loss or gradient{several} that is not finite ({where}), and "
         "changed no weight",
@@ -58,7 +58,7 @@ def not_finite(run: History) -> Finding | None:
     )
 
 
-def collapse(run: History) -> Finding | None:
+def collapse(run: MetricsHistory) -> RunFinding | None:
     """Reward or entropy that jumped or declined for good, against the learning rate and the gradient's norm."""
     if not run.samples:
         return _loss_rises(run)
@@ -86,7 +86,7 @@ def collapse(run: History) -> Finding | None:
         changes += (Change.of(run.config, "algorithm.minibatches", 1),)
     if not run.config.algorithm.kl_coef:
         changes += (_anchor(run),)
-    return Finding(
+    return RunFinding(
         "collapse",
         f"step {step}: {', '.join(moves)}",
         step if falls else begins_before_cuts(run, step),
@@ -100,7 +100,7 @@ def collapse(run: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _jump(run: History) -> Jump | None:
+def _jump(run: MetricsHistory) -> Jump | None:
     """Return the first lasting drop of the reward, or jump of the entropy without a gain."""
     std, noise = run.reward_std, run.most_reward_noise
     drops = []
@@ -119,13 +119,13 @@ def _jump(run: History) -> Jump | None:
     return min([*drops, *wild], key=lambda jump: jump.step, default=None)
 
 
-def _around(run: History, key: str, step: int) -> tuple[float, float]:
+def _around(run: MetricsHistory, key: str, step: int) -> tuple[float, float]:
     """Return the means of a metric before a step, and from it on. NaN: it is not there."""
     before, after = run[key].between(step - BEFORE, step - 1), run[key].between(step, step + 2)
     return (fmean(before) if before else math.nan, fmean(after) if after else math.nan)
 
 
-def _moves(run: History, step: int) -> list[str]:
+def _moves(run: MetricsHistory, step: int) -> list[str]:
     """Return what changed with a step: the entropy, the reward, the gradient's norm, the KL, the share cut off."""
     found = []
     for name, key, factor in (
@@ -143,12 +143,12 @@ def _moves(run: History, step: int) -> list[str]:
     return found
 
 
-def _gradient_jumps(run: History, step: int) -> bool:
+def _gradient_jumps(run: MetricsHistory, step: int) -> bool:
     before, after = _around(run, "grad_norm", step)
     return after > GRADIENT_JUMP * before
 
 
-def _declines(run: History) -> Finding | None:
+def _declines(run: MetricsHistory) -> RunFinding | None:
     """A reward that rose or stood, and declined over many steps."""
     reward = run.reward
     if len(reward) < PEAK_STEPS:
@@ -170,7 +170,7 @@ def _declines(run: History) -> Finding | None:
         changes += _no_bonus(run)
     if not run.config.algorithm.kl_coef:
         changes.append(_anchor(run))
-    return Finding(
+    return RunFinding(
         "collapse",
         f"the reward fell from {number(means[top])} around step {step - 1} to {number(means[-1])} in the last {RECENT} "
         f"steps, {moved('entropy', before, now)}",
@@ -182,7 +182,7 @@ def _declines(run: History) -> Finding | None:
     )
 
 
-def _drifts(run: History) -> Finding | None:
+def _drifts(run: MetricsHistory) -> RunFinding | None:
     """An entropy that grew over many steps to a multiple, without a gain."""
     entropy = run["entropy"]
     if len(entropy) < PEAK_STEPS or run.rises:
@@ -191,7 +191,7 @@ def _drifts(run: History) -> Finding | None:
     if now - before < ENTROPY_JUMP or now < ENTROPY_FACTOR * before:
         return None
     since = begins_before_cuts(run, entropy.onset())
-    return Finding(
+    return RunFinding(
         "collapse",
         f"{moved('entropy', before, now)}, rising since step {since}, {moved('reward', *run.reward.thirds())}",
         since,
@@ -206,7 +206,7 @@ def _drifts(run: History) -> Finding | None:
     )
 
 
-def _score_falls(run: History) -> Finding | None:
+def _score_falls(run: MetricsHistory) -> RunFinding | None:
     """A held-out score that fell far, where the training reward is too noisy to show it."""
     if len(run.scores) < 2 or run.reward_gain[0] > GAIN_SIGMAS * run.reward_gain[1]:
         return None
@@ -215,7 +215,7 @@ def _score_falls(run: History) -> Finding | None:
         return None
     rate = (run["lr"].between(best.step + 1, best.step + 1) or [run.config.optimizer.lr])[0]
     (before, after), entropy = run.reward.thirds(), run["entropy"].thirds()
-    return Finding(
+    return RunFinding(
         "collapse",
         f"the held-out score fell from {number(best.value)} at step {best.step} to {number(now.value)} at step "
         f"{now.step}, {moved('reward', before, after)}, {moved('entropy', *entropy)}",
@@ -227,19 +227,19 @@ def _score_falls(run: History) -> Finding | None:
     )
 
 
-def _entropy_bonus(run: History) -> Change:
+def _entropy_bonus(run: MetricsHistory) -> Change:
     return Change.of(run.config, "algorithm.entropy_coef", max(0.001, 3 * run.config.algorithm.entropy_coef))
 
 
-def _no_bonus(run: History) -> tuple[Change, ...]:
+def _no_bonus(run: MetricsHistory) -> tuple[Change, ...]:
     return (Change.of(run.config, "algorithm.entropy_coef", 0.0),) if run.config.algorithm.entropy_coef else ()
 
 
-def _anchor(run: History) -> Change:
+def _anchor(run: MetricsHistory) -> Change:
     return Change.of(run.config, "algorithm.kl_coef", 0.001)
 
 
-def _loss_rises(run: History) -> Finding | None:
+def _loss_rises(run: MetricsHistory) -> RunFinding | None:
     """A supervised loss or a preference loss that rose for good."""
     loss = run["loss"]
     noise = loss.scatter() if len(loss) > 3 else math.inf
@@ -255,7 +255,7 @@ def _loss_rises(run: History) -> Finding | None:
     moves = [moved("loss", before, after)]
     if _gradient_jumps(run, step):
         moves.append(moved("grad_norm", *_around(run, "grad_norm", step)))
-    return Finding(
+    return RunFinding(
         "collapse",
         f"step {step}: {', '.join(moves)}",
         step,
@@ -266,7 +266,7 @@ def _loss_rises(run: History) -> Finding | None:
     )
 
 
-def overfit(run: History) -> Finding | None:
+def overfit(run: MetricsHistory) -> RunFinding | None:
     """A held-out score that falls while the training reward (or the fit of the data) gets better."""
     if len(run.scores) < 3:
         return None
@@ -294,7 +294,7 @@ def overfit(run: History) -> Finding | None:
         how = f"the loss fell {number(before)} -> {number(after)}"
         changes = (Change.of(run.config, "training.steps", best.step),)
         advice = "The data is learnt by heart: stop earlier, use more data, or a smaller rate."
-    return Finding(
+    return RunFinding(
         "overfit",
         f"the held-out score fell from {number(best.value)} at step {best.step} to {number(now.value)} at step "
         f"{now.step}, while {how}",
@@ -307,7 +307,7 @@ def overfit(run: History) -> Finding | None:
     )
 
 
-def rate_too_small(run: History) -> Finding | None:
+def rate_too_small(run: MetricsHistory) -> RunFinding | None:
     """A score that stays where it was because the weights hardly change."""
     rates = run["lr"]
     if len(rates) < STILL_STEPS or run.rises:
@@ -338,7 +338,7 @@ def rate_too_small(run: History) -> Finding | None:
     change = _rate(run, max(10 * max(rates.values), LEAST_RATE))
     if late:
         change = Change.of(run.config, "lr_scheduler.warmup_steps", max(1, len(rates) // 20))
-    return Finding(
+    return RunFinding(
         "rate_too_small",
         f"{len(rates)} steps changed nothing beyond noise ({what}): Adam moves a weight by at most the sum of the "
         f"rates, which is {number(total)} so far; grad_norm {number(run['grad_norm'].recent())}",
@@ -350,14 +350,14 @@ def rate_too_small(run: History) -> Finding | None:
     )
 
 
-def flat(run: History) -> Finding | None:
+def flat(run: MetricsHistory) -> RunFinding | None:
     """A score that does not rise although the policy changes."""
     if not run.samples or len(run.reward) < STILL_STEPS or run.rises or not _flat(run):
         return None
     if run.reward_level >= SOLVED:
         return None
     gain, noise = run.reward_gain
-    return Finding(
+    return RunFinding(
         "flat",
         f"the reward did not rise in {len(run.reward)} steps: it changed by {gain:+.3f}, and a gain above "
         f"{number(GAIN_SIGMAS * noise)} would show",
@@ -369,12 +369,12 @@ def flat(run: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _flat(run: History) -> bool:
+def _flat(run: MetricsHistory) -> bool:
     """Return True if the reward may not have gained more than a little, noise included."""
     gain, _ = run.reward_gain
     noise = run.most_reward_noise * math.sqrt(2 / max(1, len(run.reward) // 3))
     return gain + (GAIN_SIGMAS + 1) * noise <= max(STILL_STD * run.reward_std, 1e-9)
 
 
-def _rate(run: History, value: float) -> Change:
+def _rate(run: MetricsHistory, value: float) -> Change:
     return Change.of(run.config, "optimizer.lr", rounded(value if is_number(value) else run.config.optimizer.lr / 10))

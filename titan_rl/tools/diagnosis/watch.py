@@ -7,8 +7,8 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.record.summary import known_lines
-from titan_rl.tools.diagnosis.findings import Finding
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.findings import RunFinding
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, diagnose
 from titan_rl.wire.program import WHY_PAGE, why_command
 
@@ -20,7 +20,7 @@ SCORE_KEYS = ("eval/score", "eval/low", "eval/high")
 NOT_TOLD = ("flat", "prompts")  # they name no cause: `python -m titan_rl why` has them
 
 
-class Watch:
+class MetricsWatch:
     """Takes the lines of metrics.jsonl as they are written. Not for several threads at once."""
 
     def __init__(self, config: Config) -> None:
@@ -71,15 +71,15 @@ class Watch:
         return f"{why_command(self._config.job.dump_folder)}  (no progress: {WHY_PAGE})"
 
     @property
-    def _history(self) -> History:
-        return History([*self._steps, *self._scores], self._config)
+    def _history(self) -> MetricsHistory:
+        return MetricsHistory([*self._steps, *self._scores], self._config)
 
     def _take(self, line: Mapping[str, Any]) -> None:
         self.score(line["step"], line)
         if line["kind"] in ("rl", "fit"):
             self._steps.append({key: value for key, value in line.items() if not key.startswith("eval/")})
 
-    def _is_news(self, finding: Finding) -> bool:
+    def _is_news(self, finding: RunFinding) -> bool:
         if finding.rule in NOT_TOLD or (len(self._steps) < EARLY_STEPS and finding.rule not in AT_ONCE):
             return False
         if finding.level <= self._reported.get(finding.rule, -1):
@@ -88,7 +88,7 @@ class Watch:
         return True
 
 
-def _short(finding: Finding) -> str:
+def _short(finding: RunFinding) -> str:
     text = finding.text
     head = f"step {finding.since}: "
     if finding.rule != "collapse" or not finding.changes:

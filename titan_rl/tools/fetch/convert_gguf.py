@@ -36,7 +36,7 @@ PARTS = {
 }
 
 
-class Refused(ValueError):
+class GgufRefused(ValueError):
     """A file that this program cannot convert."""
 
 
@@ -46,14 +46,15 @@ def main(source: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError, OSError) as error:
-        raise Refused(f"expected a whole GGUF file, found {error}") from error
+        raise GgufRefused(f"expected a whole GGUF file, found {error}") from error
     facts = {name: field.contents() for name, field in reader.fields.items()}
     config = hf_config(facts, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     tensors = {name: values for each in reader.tensors for name, values in [hf_tensor(each, config)]}
     wanted = {f"model.layers.{n}.{part}.weight" for n in range(config["num_hidden_layers"]) for part in PARTS.values()}
     wanted |= {name for gguf, name in WHOLE.items() if gguf != "output.weight"}
-    if missing := sorted(wanted - tensors.keys()):
-        raise Refused(f"expected {len(wanted)} tensors of a Llama model, found none of {', '.join(missing[:5])}")
+    missing = sorted(wanted - tensors.keys())
+    if missing:
+        raise GgufRefused(f"expected {len(wanted)} tensors of a Llama model, found none of {', '.join(missing[:5])}")
     write(folder, config, tensors)
     write_tokenizer(source, folder)
     check(source, folder)
@@ -61,22 +62,25 @@ def main(source: Path, folder: Path) -> None:
 
 def hf_config(facts: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     """Return the config.json of the file's model."""
-    if (family := facts.get("general.architecture")) != "llama":
-        raise Refused(f'expected general.architecture = "llama", found "{family}"')
+    family = facts.get("general.architecture")
+    if family != "llama":
+        raise GgufRefused(f'expected general.architecture = "llama", found "{family}"')
 
     def fact(name: str, *default: Any) -> Any:
         if not default and f"llama.{name}" not in facts:
-            raise Refused(f"expected the fact llama.{name}, found none")
+            raise GgufRefused(f"expected the fact llama.{name}, found none")
         return facts.get(f"llama.{name}", *default)
 
-    if experts := fact("expert_count", 0):
-        raise Refused(f"expected a dense model, found llama.expert_count = {experts}")
-    if (scaling := fact("rope.scaling.type", "none")) != "none":
-        raise Refused(f'expected llama.rope.scaling.type = "none", found "{scaling}"')
+    experts = fact("expert_count", 0)
+    if experts:
+        raise GgufRefused(f"expected a dense model, found llama.expert_count = {experts}")
+    scaling = fact("rope.scaling.type", "none")
+    if scaling != "none":
+        raise GgufRefused(f'expected llama.rope.scaling.type = "none", found "{scaling}"')
     heads, dim = fact("attention.head_count"), fact("embedding_length")
     head_dim = fact("rope.dimension_count", dim // heads)
     if head_dim * heads != dim:
-        raise Refused(
+        raise GgufRefused(
             f"expected heads of {dim // heads} rotated dimensions, found llama.rope.dimension_count = {head_dim}"
         )
     ids = {
@@ -115,11 +119,13 @@ def hf_tensor(tensor: Any, config: Mapping[str, Any]) -> tuple[str, "torch.Tenso
     name = WHOLE.get(tensor.name)
     block, layer, part, kind = (*tensor.name.split("."), "", "", "")[:4]
     if name is None and (block != "blk" or kind != "weight" or part not in PARTS):
-        raise Refused(f"expected tensors of a Llama model, found {tensor.name}")
+        raise GgufRefused(f"expected tensors of a Llama model, found {tensor.name}")
     try:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     except NotImplementedError as error:
-        raise Refused(f"{tensor.name}: expected a quantization that the package gguf reads, found {error}") from error
+        raise GgufRefused(
+            f"{tensor.name}: expected a quantization that the package gguf reads, found {error}"
+        ) from error
     values = values.reshape(tensor.shape.tolist()[::-1])
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
     if name is None and heads:
@@ -150,7 +156,9 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except Exception as error:  # its readers raise errors of any type
-        raise Refused(f"expected a tokenizer that transformers reads, found {type(error).__name__}: {error}") from error
+        raise GgufRefused(
+            f"expected a tokenizer that transformers reads, found {type(error).__name__}: {error}"
+        ) from error
     tokenizer.save_pretrained(folder)
 
 
@@ -167,20 +175,22 @@ def check(source: Path, folder: Path) -> None:
     read = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=theirs)["tensors"]
     keys = theirs.load_state_dict({name: values.float() for name, values in read.items()}, strict=False)
     if keys.unexpected_keys or set(keys.missing_keys) - {"lm_head.weight"}:
-        raise Refused(f"expected transformers to read the same tensors, found {keys}")
+        raise GgufRefused(f"expected transformers to read the same tensors, found {keys}")
     theirs.tie_weights()
     ours: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(theirs.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         gap = float((ours(tokens).logits.log_softmax(-1) - theirs(tokens).logits.log_softmax(-1)).abs().max())
     if not gap <= EPSILON:
-        raise Refused(f"expected log-probs within {EPSILON} of transformers' own reading of the file, found {gap:.3g}")
+        raise GgufRefused(
+            f"expected log-probs within {EPSILON} of transformers' own reading of the file, found {gap:.3g}"
+        )
     print(json.dumps({"largest difference of log-probs": gap}))
 
 
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
-    except Refused as error:
+    except GgufRefused as error:
         print(error, file=sys.stderr)
         sys.exit(2)

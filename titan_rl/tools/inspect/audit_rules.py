@@ -10,19 +10,20 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.evaluation import ANSWERS
-from titan_rl.record.ledger import NAME, digest, read_checksum
-from titan_rl.record.lines import fields, invalid, is_number, is_text, list_of, objects, superseded
+from titan_rl.record.ledger import digest, read_checksum
+from titan_rl.record.lines import is_number, superseded
 from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.run_names import ANSWERS, EVALUATIONS, LEDGER, METRICS, ROLLOUTS, SUMMARY
 from titan_rl.record.summary import summary_scores
-from titan_rl.tools.inspect.run_history import METRIC, METRICS, ROLLOUTS, History, PromptHistory
+from titan_rl.tools.inspect.line_checks import fields, invalid, is_text, valid_objects
+from titan_rl.tools.inspect.run_files import EVALUATION
+from titan_rl.tools.inspect.run_history import METRIC, LedgerHistory, PromptHistory
 from titan_rl.wire.checkpoint_sums import FOLDER, export_damage
 
 ROLLOUT = fields(
@@ -32,15 +33,8 @@ ROLLOUT = fields(
     reward=lambda value: value is None or type(value) in (int, float),
 )
 TURN = fields("turn branch read sampled")
-EVALUATIONS, SUMMARY, HELD_OUT = "evaluations.jsonl", "summary.json", "heldout"
+HELD_OUT = "heldout"
 EXPORTED = ("hf", "start")
-_rewards = list_of(lambda reward: reward is None or is_number(reward))
-EVALUATION = fields(
-    "step",
-    kind=is_text,
-    set=is_text,
-    rewards=lambda value: isinstance(value, dict) and all(map(_rewards, value.values())),
-)
 STORED = fields("step left_out", kind=is_text, set=is_text, problems=lambda value: isinstance(value, list))
 
 
@@ -49,9 +43,9 @@ def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tup
     files has no superseded lines, checkpoints, exported models and evaluations. The bytes of the newest checkpoint are
     read, or of all of them."""
     try:
-        history = History.of(folder)
+        history = LedgerHistory.of(folder)
     except OSError as error:
-        return [f"{NAME}: {error.strerror or error}"], ""
+        return [f"{LEDGER}: {error.strerror or error}"], ""
     history.all_bytes = all_bytes
     problems = list[str]()
     for rule in RULES:
@@ -71,20 +65,20 @@ def audit(folder: Path, *, active: bool = False, all_bytes: bool = False) -> tup
     )
 
 
-def events_follow(history: History) -> Iterator[str]:
+def events_follow(history: LedgerHistory) -> Iterator[str]:
     """Each event of the ledger is whole, valid and possible after those before it. The first is a start."""
     yield from history.problems
     if not history.starts:
-        yield f"{NAME}: expected the start of a run, found {'nothing' if not history.prompts else 'none'}"
+        yield f"{LEDGER}: expected the start of a run, found {'nothing' if not history.prompts else 'none'}"
 
 
-def config_valid(history: History) -> Iterator[str]:
+def config_valid(history: LedgerHistory) -> Iterator[str]:
     """config.toml is one that a run can have."""
     if history.unread:
         yield f"config.toml: {history.unread}"
 
 
-def nothing_lost(history: History) -> Iterator[str]:
+def nothing_lost(history: LedgerHistory) -> Iterator[str]:
     """Once the run is finished, all prompts that the source gave are trained on or dropped."""
     if not history.finished:
         return
@@ -93,10 +87,11 @@ def nothing_lost(history: History) -> Iterator[str]:
             yield f"prompt {id} was neither trained on nor dropped, and the run is finished"
 
 
-def steps_whole(history: History) -> Iterator[str]:
+def steps_whole(history: LedgerHistory) -> Iterator[str]:
     """Steps have all their prompts, and no more of them are done than training.steps."""
     for step, trained in history.steps.items():
-        if not (bounds := trained.start.bounds):
+        bounds = trained.start.bounds
+        if not bounds:
             continue
         if len(trained.prompts) != (expected := bounds["rollout.groups_per_step"]):
             yield f"step {step} trained on {len(trained.prompts)} prompts, expected {expected}"
@@ -104,7 +99,7 @@ def steps_whole(history: History) -> Iterator[str]:
             yield f"step {step} was trained, though training.steps is {bounds['training.steps']}"
 
 
-def steps_in_order(history: History) -> Iterator[str]:
+def steps_in_order(history: LedgerHistory) -> Iterator[str]:
     """Without rollout.overtake_steps, prompts are trained on in the source's order."""
     for start in history.starts:
         order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
@@ -113,7 +108,7 @@ def steps_in_order(history: History) -> Iterator[str]:
             yield f"prompt {late[0]} was trained on after a later one, though rollout.overtake_steps is 0"
 
 
-def nothing_stale(history: History) -> Iterator[str]:
+def nothing_stale(history: LedgerHistory) -> Iterator[str]:
     """No prompt was admitted earlier, sampled by an older version or trained on later than its bounds allow."""
     for id, prompt in history.prompts.items():
         if prompt.undone or not (bounds := prompt.start.bounds):
@@ -134,11 +129,11 @@ def nothing_stale(history: History) -> Iterator[str]:
             yield f"prompt {id} was {age} steps old at step {prompt.trained}, the bound is {oldest}"
 
 
-def rollouts_agree(history: History) -> Iterator[str]:
+def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
     """rollouts.jsonl has each sample that was trained on once, with the ledger's tokens, versions, turns and reward."""
     seen, checksums = defaultdict[tuple[int, int], list[int]](list), defaultdict[int, int](int)
     unknown: set[tuple[int, int]] = set()
-    for at, line, rollout in objects(history.folder / ROLLOUTS, ROLLOUT):
+    for at, line, rollout in history.files.objects(ROLLOUTS, ROLLOUT):
         if isinstance(rollout, str):
             yield rollout
             continue
@@ -212,14 +207,15 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         yield f"its turns have {at} of {len(tokens)} tokens"
 
 
-def metrics_agree(history: History) -> Iterator[str]:
+def metrics_agree(history: LedgerHistory) -> Iterator[str]:
     """metrics.jsonl has each step once, as the run wrote it."""
     last, checksums = 0, dict[int, int]()
-    for at, line, metrics in objects(history.folder / METRICS, METRIC):
+    for at, line, metrics in history.files.objects(METRICS, METRIC):
         if isinstance(metrics, str):
             yield metrics
         elif metrics["kind"] == "rl":
-            if (step := metrics["step"]) != last + 1:
+            step = metrics["step"]
+            if step != last + 1:
                 yield f"{at}: step {step} follows step {last}"
             if step not in history.steps:
                 yield f"{at}: step {step}, which the ledger has not trained"
@@ -230,75 +226,66 @@ def metrics_agree(history: History) -> Iterator[str]:
     yield from _checksum_problems(history, METRICS, 0, checksums)
 
 
-def _checksum_problems(history: History, name: str, which: int, checksums: Mapping[int, int]) -> Iterator[str]:
+def _checksum_problems(history: LedgerHistory, name: str, which: int, checksums: Mapping[int, int]) -> Iterator[str]:
     for step, trained in history.steps.items():
         if trained.logged is not None and step in checksums and checksums[step] != trained.logged[which]:
             yield f"{name}: the lines of step {step} are not as the run wrote them: their checksum differs"
 
 
-def checkpoints_saved(history: History) -> Iterator[str]:
+def checkpoints_saved(history: LedgerHistory) -> Iterator[str]:
     """The ledger has saved each checkpoint that is whole, none is damaged, and the newest is there. Old ones may be
     gone."""
     if history.config is None:
         return
-    checkpoints = Checkpoints.of(history.folder, history.config)
+    checkpoints = Checkpoints.of(history.files.folder, history.config)
     whole = checkpoints.whole_steps()
     unsaved = [step for step in whole if step not in history.saved]
     yield from (f"{FOLDER}/step-{step} is whole, but the ledger never saved step {step}" for step in unsaved)
     for found, step, read in _whole_checkpoints(history):
         if (found is checkpoints and step in unsaved) or not (damaged := found.damage(step, read=read)):
             continue
-        yield damaged.removeprefix(f"{history.folder}/")
+        yield damaged.removeprefix(f"{history.files.folder}/")
     newest = max((step for step, trained in history.steps.items() if trained.saved), default=0)
     # Else a kill may have come before the checkpoint was whole.
-    ended = history.last > newest or (history.finished and _summary_steps(history.folder) == newest)
+    ended = history.last > newest or (history.finished and history.files.summary().get("steps") == newest)
     if newest and ended and newest not in whole:
         yield f"the ledger saved step {newest}, of which {FOLDER} has no whole checkpoint"
 
 
-def _summary_steps(folder: Path) -> Any:
-    """Return the last step of a summary, which a run writes after its last checkpoint, or None."""
-    path = folder / SUMMARY
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return json.loads(path.read_bytes())["steps"] if path.is_file() else None  # a FIFO has no end
-    return None
-
-
-def _whole_checkpoints(history: History) -> list[tuple[Checkpoints, int, bool]]:
+def _whole_checkpoints(history: LedgerHistory) -> list[tuple[Checkpoints, int, bool]]:
     """Return the whole steps of each phase, oldest first, and which of them are read to the last byte."""
     if history.config is None:
         return []
-    phases = [Checkpoints.of(history.folder, history.config, phase) for phase in ("cold_start", "rl")]
+    phases = [Checkpoints.of(history.files.folder, history.config, phase) for phase in ("cold_start", "rl")]
     found = [(checkpoints, step) for checkpoints in phases for step in checkpoints.whole_steps()]
     return [(*each, history.all_bytes or each == found[-1]) for each in found]
 
 
-def _unread(history: History) -> str:
+def _unread(history: LedgerHistory) -> str:
     """Return which checkpoints were compared by their sizes only."""
     unread = [
-        str((checkpoints.folders[0] / f"step-{step}").relative_to(history.folder))
+        str((checkpoints.folders[0] / f"step-{step}").relative_to(history.files.folder))
         for checkpoints, step, read in _whole_checkpoints(history)
         if not read
     ]
     return f". Only the sizes of {', '.join(unread)} were compared: --all-bytes reads them" if unread else ""
 
 
-def exports_whole(history: History) -> Iterator[str]:
+def exports_whole(history: LedgerHistory) -> Iterator[str]:
     """The models in hf and start have the bytes that the run wrote."""
-    for path in (history.folder / name for name in EXPORTED):
+    for path in (history.files / name for name in EXPORTED):
         if os.path.lexists(path) and (why := export_damage(path, read=True)):
             yield f"{path.name}: {why}"
 
 
-def answers_agree(history: History) -> Iterator[str]:
+def answers_agree(history: LedgerHistory) -> Iterator[str]:
     """The stored answers have the rewards of evaluations.jsonl, and are as they were written."""
-    if not all((history.folder / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
+    if not all((history.files / name).exists() for name in (EVALUATIONS, ANSWERS)):  # an earlier version's run
         return
     rewards = defaultdict[Any, list[Any]](list)  # a step that is made again after a rollback is evaluated again
-    for _, _, line in objects(history.folder / EVALUATIONS, EVALUATION):
-        if isinstance(line, dict):
-            rewards[line["kind"], line["step"], line["set"]].append((line["rewards"], line.get("answers")))
-    for at, raw, line in objects(history.folder / ANSWERS, STORED):
+    for line in history.files.evaluations():
+        rewards[line["kind"], line["step"], line["set"]].append((line["rewards"], line.get("answers")))
+    for at, raw, line in history.files.objects(ANSWERS, STORED):
         if isinstance(line, str):
             yield line
             continue
@@ -325,14 +312,14 @@ def answers_agree(history: History) -> Iterator[str]:
                 yield f"{at}: problem {problem}, sample {sample} has the reward {reward}, {expected} in {EVALUATIONS}"
 
 
-def scores_agree(history: History) -> Iterator[str]:
+def scores_agree(history: LedgerHistory) -> Iterator[str]:
     """evaluations.jsonl and summary.json have the scores of metrics.jsonl."""
-    metrics = [line for _, _, line in objects(history.folder / METRICS, METRIC) if isinstance(line, dict)]
+    metrics = list(valid_objects(history.files / METRICS, METRIC))
     scored = [line for line in metrics if EVAL_SCORE in line]
     scores = {_evaluated(line): line[EVAL_SCORE] for line in scored if is_number(line[EVAL_SCORE])}
     measured, lines = dict[tuple[bool, int], float](), set[bytes]()
-    if os.path.lexists(history.folder / EVALUATIONS):
-        for at, raw, line in objects(history.folder / EVALUATIONS, EVALUATION):
+    if os.path.lexists(history.files / EVALUATIONS):
+        for at, raw, line in history.files.objects(EVALUATIONS, EVALUATION):
             if isinstance(line, str):
                 yield line
                 continue
@@ -355,7 +342,7 @@ def scores_agree(history: History) -> Iterator[str]:
             yield f"{EVALUATIONS} has no evaluation of {what}, whose score is {score:g} in {METRICS}"
         elif abs(measured[cold, step] - score) > 1e-6:
             yield f"{EVALUATIONS}: {what} has the score {measured[cold, step]:g}, {score:g} in {METRICS}"
-    if history.finished and os.path.lexists(history.folder / SUMMARY):
+    if history.finished and os.path.lexists(history.files / SUMMARY):
         yield from _summary_problems(history, metrics)
 
 
@@ -364,12 +351,12 @@ def _evaluated(line: Mapping[str, Any]) -> tuple[bool, int]:
     return line["kind"] == "cold_start", line["step"]
 
 
-def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not (history.folder / SUMMARY).is_file():
+def _summary_problems(history: LedgerHistory, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not (history.files / SUMMARY).is_file():
         yield f"{SUMMARY}: expected a file, found something else"
         return
     try:
-        summary = json.loads((history.folder / SUMMARY).read_bytes())
+        summary = json.loads((history.files / SUMMARY).read_bytes())
         steps, seed = summary["steps"], summary.get("seed")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield f"{SUMMARY}: {type(error).__name__}: {error}"
@@ -385,13 +372,14 @@ def _summary_problems(history: History, metrics: Sequence[Mapping[str, Any]]) ->
             yield f"{SUMMARY}: {key} is {summary[key]}, {score} in {METRICS}"
 
 
-def logs_complete(history: History) -> Iterator[str]:
+def logs_complete(history: LedgerHistory) -> Iterator[str]:
     """Lines left metrics.jsonl and rollouts.jsonl only by a restart, which moved them to *.superseded.jsonl."""
     kinds, seen, twice = set[str](), set[int](), ""
-    for at, raw, line in objects(history.folder / METRICS, METRIC):
+    for at, raw, line in history.files.objects(METRICS, METRIC):
         if isinstance(line, dict):
             kinds.add(line["kind"])
-        if (hashed := hash(raw)) in seen:
+        hashed = hash(raw)
+        if hashed in seen:
             twice = twice or f"{at}: a line that is there twice"
         seen.add(hashed)
     if twice:
@@ -400,12 +388,13 @@ def logs_complete(history: History) -> Iterator[str]:
         yield f"{METRICS} has no line of a start, the ledger has {len(history.starts)}"
     earliest = min([start.step for start in history.starts[1:]] + [history.cut])
     for name in (METRICS, ROLLOUTS):
-        moved = _rl_steps(superseded(history.folder / name))
-        if invented := sorted(step for step in moved if step <= earliest):
-            where = superseded(history.folder / name).name
+        moved = _rl_steps(superseded(history.files / name))
+        invented = sorted(step for step in moved if step <= earliest)
+        if invented:
+            where = superseded(history.files / name).name
             yield f"{where} has step {invented[0]}, to before which the run never returned"
         cut = [step for step in history.steps if step > history.cut and step not in moved and history.uncut(step)]
-        present = _rl_steps(history.folder / name) if cut else ()
+        present = _rl_steps(history.files / name) if cut else ()
         for step in cut:
             if step not in present:
                 yield f"{name}: step {step} is missing, and no restart has moved it aside"
@@ -415,10 +404,10 @@ def _rl_steps(path: Path) -> set[int]:
     """Return the RL steps of which a file has lines."""
     if not os.path.lexists(path):
         return set()
-    return {line["step"] for _, _, line in objects(path, METRIC) if isinstance(line, dict) and line["kind"] == "rl"}
+    return {line["step"] for line in valid_objects(path, METRIC) if line["kind"] == "rl"}
 
 
-Rule = Callable[[History], Iterator[str]]
+Rule = Callable[[LedgerHistory], Iterator[str]]
 BOUND_RULES: tuple[Rule, ...] = (nothing_lost, steps_whole, steps_in_order, nothing_stale)
 NOT_OF_A_COPY: tuple[Rule, ...] = (logs_complete, checkpoints_saved, exports_whole, scores_agree, answers_agree)
 RULES = (events_follow, config_valid, *BOUND_RULES, rollouts_agree, metrics_agree, *NOT_OF_A_COPY)

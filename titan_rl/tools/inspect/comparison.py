@@ -7,15 +7,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.config.toml import as_toml, schema
-from titan_rl.record.config_history import cuts
-from titan_rl.record.scores import Difference, independent_difference, paired_difference
-from titan_rl.tools.inspect.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, Score, number_of
-from titan_rl.tools.inspect.samples import Sample, Samples
+from titan_rl.record.run_names import ROLLOUTS
+from titan_rl.tools.inspect.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun, StepScore, number_of
+from titan_rl.tools.inspect.samples import RunSample, Samples
+from titan_rl.tools.inspect.score_differences import Difference, independent_difference, paired_difference
 
 LETTERS = "ABCDEFGH"
 TASK = (*ROWS, *(key for key in DRAWN if key != "debug.seed"), "task.eval_path")
@@ -39,7 +40,7 @@ class SetScores:
 
     name: str
     moments: Sequence[str]
-    scores: Mapping[int, Mapping[str, Score]]  # by run and moment
+    scores: Mapping[int, Mapping[str, StepScore]]  # by run and moment
     differences: Mapping[int, Mapping[str, Difference | None]]  # from the first of these runs; None: no interval known
 
     @property
@@ -53,7 +54,7 @@ class Reached:
 
     name: str  # the set
     score: float
-    at: Sequence[Score | None]  # by run; None: never
+    at: Sequence[StepScore | None]  # by run; None: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SamePrompt:
     prompt_id: int
     prompt: str
     answer: str
-    samples: Sequence[Sequence[Sample]]  # by run
+    samples: Sequence[Sequence[RunSample]]  # by run
 
 
 def warnings(runs: Sequence[RecordedRun]) -> Iterator[str]:
@@ -72,33 +73,36 @@ def warnings(runs: Sequence[RecordedRun]) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.unreadable:
             yield f"the settings of {letter} are unknown: {run.unreadable}"
-        for cut in cuts(run.folder):
+        for cut in run.files.cuts():
             yield f"{letter} had other settings up to step {cut.step}: {cut}"
-    readable = [run for run in runs if not run.unreadable]
-    if tasks := [key for key in TASK if _differ(readable, key)]:
+    tasks, rewards = _differing(runs, TASK), _differing(runs, REWARDS)
+    if tasks:
         yield f"these runs have different tasks ({', '.join(tasks)}): their scores are not of the same problems"
-    if rewards := [key for key in REWARDS if _differ(readable, key)]:
+    if rewards:
         yield f"these runs have different rewards ({', '.join(rewards)}): their scores do not measure the same"
 
 
 def settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
     """Return the keys that differ, with each run's value as TOML has it; None: the run's version has no such key."""
+    written = dict.fromkeys(key for run in runs for key in run.settings)
     known = [f"{section}.{name}" for section, keys in schema().items() for name in keys]
-    keys = dict.fromkeys([*known, *(key for run in runs for key in run.settings)])
-    readable = [run for run in runs if not run.unreadable]
-    return {
-        key: [None if (value := run.setting(key)) is ABSENT else as_toml(value) for run in runs]
-        for key in keys
-        if any(key in run.settings for run in runs) and _differ(readable, key)
-    }
+    keys = [key for key in dict.fromkeys([*known, *written]) if key in written]
+    return {key: [_as_toml(run.setting(key)) for run in runs] for key in _differing(runs, keys)}
+
+
+def _as_toml(value: Any) -> str | None:
+    return None if value is ABSENT else as_toml(value)
 
 
 def provenance(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
     """Return what differs in versions, commit and machine; None: unknown, as of a run that has not ended."""
-    found = [_facts(run.summary) for run in runs]
-    names = dict.fromkeys(name for facts in found for name in facts)
-    known = {name: {facts[name] for facts in found if name in facts} for name in names}
-    return {name: [facts.get(name) for facts in found] for name in names if len(known[name]) > 1}
+    facts = [_facts(run.summary) for run in runs]
+    differing = dict[str, list[str | None]]()
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = [each.get(name) for each in facts]
+        if len({value for value in values if value is not None}) > 1:
+            differing[name] = values
+    return differing
 
 
 def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -108,8 +112,10 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _differ(runs: Sequence[RecordedRun], key: str) -> bool:
-    return any(run.setting(key) != runs[0].setting(key) for run in runs[1:])
+def _differing(runs: Sequence[RecordedRun], keys: Sequence[str]) -> list[str]:
+    """Return the keys whose values differ between the runs with readable settings."""
+    readable = [run for run in runs if not run.unreadable]
+    return [key for key in keys if any(run.setting(key) != readable[0].setting(key) for run in readable[1:])]
 
 
 def scores(runs: Sequence[RecordedRun]) -> list[SetScores]:
@@ -120,24 +126,26 @@ def scores(runs: Sequence[RecordedRun]) -> list[SetScores]:
 
 def _set_scores(runs: Sequence[RecordedRun], name: str) -> SetScores:
     having = {at: run.scores[name] for at, run in enumerate(runs) if run.scores.get(name)}
-    common = set.intersection(*({score.step for score in each} for each in having.values()))
+    common = set.intersection(*map(_steps, having.values()))
     moments = [FIRST, COMMON, BEST, LAST]
     ends = {each[-1].step for each in having.values()}
     if not common or len(ends) == 1 or max(common) == min(each[0].step for each in having.values()):
         moments.remove(COMMON)
-    found = {at: {moment: _at(each, moment, common) for moment in moments} for at, each in having.items()}
-    first, *others = having
-    differences = {
-        at: {
-            moment: _difference(runs[first], runs[at], name, found[first][moment], found[at][moment])
-            for moment in moments
-        }
-        for at in others
-    }
+    found, differences = dict[int, dict[str, StepScore]](), dict[int, dict[str, Difference | None]]()
+    first = next(iter(having))
+    for at, each in having.items():
+        found[at] = {moment: _at(each, moment, common) for moment in moments}
+        if at != first:
+            pairs = ((moment, found[first][moment], found[at][moment]) for moment in moments)
+            differences[at] = {moment: _difference(runs[first], runs[at], name, a, b) for moment, a, b in pairs}
     return SetScores(name, moments, found, differences)
 
 
-def _at(each: Sequence[Score], moment: str, common: set[int]) -> Score:
+def _steps(each: Sequence[StepScore]) -> set[int]:
+    return {score.step for score in each}
+
+
+def _at(each: Sequence[StepScore], moment: str, common: set[int]) -> StepScore:
     if moment == COMMON:
         return next(score for score in each if score.step == max(common))
     if moment == BEST:
@@ -145,7 +153,7 @@ def _at(each: Sequence[Score], moment: str, common: set[int]) -> Score:
     return each[0] if moment == FIRST else each[-1]
 
 
-def _difference(a: RecordedRun, b: RecordedRun, name: str, first: Score, second: Score) -> Difference | None:
+def _difference(a: RecordedRun, b: RecordedRun, name: str, first: StepScore, second: StepScore) -> Difference | None:
     known = a.problems_of(name)
     same = known is not None and known == b.problems_of(name) and list(first.problems) == list(second.problems)
     if same and first.problems:
@@ -159,16 +167,18 @@ def reached(runs: Sequence[RecordedRun], score: float | None = None) -> Reached 
     names = scores_in_common(runs)
     if not names:
         return None
-    each = [run.scores[names[0]] for run in runs]
     if score is None:
-        score = min(max(found.estimate.value for found in found_scores) for found_scores in each)
-    at = [next((s for s in found_scores if s.estimate.value >= score), None) for found_scores in each]
-    return Reached(names[0], score, at)
+        score = min(_at(run.scores[names[0]], BEST, set()).estimate.value for run in runs)
+    return Reached(names[0], score, [_first_with(run.scores[names[0]], score) for run in runs])
+
+
+def _first_with(scores: Sequence[StepScore], least: float) -> StepScore | None:
+    return next((score for score in scores if score.estimate.value >= least), None)
 
 
 def scores_in_common(runs: Sequence[RecordedRun]) -> list[str]:
-    names = [name for name in runs[0].scores if all(run.scores.get(name) for run in runs)]
-    return sorted(names, key=lambda name: name != HELD_OUT)
+    names = set.intersection(*({name for name, scores in run.scores.items() if scores} for run in runs))
+    return sorted(filter(names.__contains__, runs[0].scores), key=lambda name: name != HELD_OUT)
 
 
 def seconds(runs: Sequence[RecordedRun]) -> dict[str, list[float | None]]:
@@ -183,20 +193,22 @@ def _mean(run: RecordedRun, key: str) -> float | None:
 
 
 def _points(run: RecordedRun, key: str) -> list[tuple[int, float]]:
-    return [(line["step"], value) for line in run.steps if math.isfinite(value := number_of(line, key))]
+    values = ((line["step"], number_of(line, key)) for line in run.steps)
+    return [(step, value) for step, value in values if math.isfinite(value)]
 
 
 def curves(runs: Sequence[RecordedRun]) -> dict[str, list[list[tuple[int, float]]]]:
     """Return the points of each curve by run; curves that are 0 everywhere are left out."""
-    found = {
-        name: [[(s.step, s.estimate.value) for s in run.scores.get(HELD_OUT, ())] for run in runs]
-        for name in ["held-out"]
-    }
+    found = {"held-out": [_held_out(run) for run in runs]}
     for key, name in CURVES.items():
         found[name] = [_points(run, key) for run in runs]
     if any(found["reward"]):
         del found["loss"]  # near zero on-policy by construction
-    return {name: each for name, each in found.items() if any(value for points in each for _, value in points)}
+    return {name: each for name, each in found.items() if any(value for _, value in chain.from_iterable(each))}
+
+
+def _held_out(run: RecordedRun) -> list[tuple[int, float]]:
+    return [(score.step, score.estimate.value) for score in run.scores.get(HELD_OUT, ())]
 
 
 def same_prompts(runs: Sequence[RecordedRun], most: int) -> list[SamePrompt] | str:
@@ -204,89 +216,89 @@ def same_prompts(runs: Sequence[RecordedRun], most: int) -> list[SamePrompt] | s
     found: list[Samples] = []
     for run in runs:
         with suppress(OSError):
-            found.append(Samples(run.folder))
+            found.append(run.files.samples())
     if len(found) < len(runs):
-        return "no samples to compare: not every run has a rollouts.jsonl"
+        return f"no samples to compare: not every run has a {ROLLOUTS}"
     common = set.intersection(*(set(samples.steps) for samples in found))
     if not common:
         return "no samples to compare: no step is in the rollouts of all runs"
     step = max(common)
-    groups = [{(group[0].prompt_id, group[0].prompt): group for group in samples.groups(step)} for samples in found]
+    groups = [_by_prompt(samples.groups(step)) for samples in found]
     shared = [key for key in groups[0] if all(key in each for each in groups)]
     if not shared:
         return f"no samples to compare: no prompt is in step {step} of all runs, as with other seeds or data"
-    return [
-        SamePrompt(step, id, text, groups[0][id, text][0].answer, [each[id, text] for each in groups])
-        for id, text in shared[:most]
-    ]
+    prompts = list[SamePrompt]()
+    for key in shared[:most]:
+        samples = [each[key] for each in groups]
+        prompts.append(SamePrompt(step, *key, samples[0][0].answer, samples))
+    return prompts
+
+
+def _by_prompt(groups: Sequence[list[RunSample]]) -> dict[tuple[int, str], list[RunSample]]:
+    return {(group[0].prompt_id, group[0].prompt): group for group in groups}
 
 
 def as_data(runs: Sequence[RecordedRun], *, score: float | None, samples: int) -> dict[str, Any]:
     """Return the whole comparison for json."""
-
-    def by_letter(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(LETTERS, values, strict=False))
-
     reach, prompts = reached(runs, score), same_prompts(runs, samples) if samples else []
     return {
-        "runs": by_letter(
-            [
-                {"folder": str(run.folder), "state": run.state, "step": run.last, "seconds": run.seconds_in_total}
-                for run in runs
-            ]
-        ),
+        "runs": _by_letter([_run_data(run) for run in runs]),
         "warnings": list(warnings(runs)),
-        "settings": {key: by_letter(values) for key, values in settings(runs).items()},
-        "provenance": {name: by_letter(values) for name, values in provenance(runs).items()},
-        "scores": {each.name: _as_data(each) for each in scores(runs)},
-        "reached": reach
-        and {
-            "set": reach.name,
-            "score": reach.score,
-            "at": by_letter([at and {"step": at.step, "seconds": at.seconds} for at in reach.at]),
-        },
-        "seconds_per_step": {part: by_letter(means) for part, means in seconds(runs).items()},
-        "curves": {name: by_letter(points) for name, points in curves(runs).items()},
+        "settings": _rows(settings(runs)),
+        "provenance": _rows(provenance(runs)),
+        "scores": {each.name: _set_data(each) for each in scores(runs)},
+        "reached": None if reach is None else _reached_data(reach),
+        "seconds_per_step": _rows(seconds(runs)),
+        "curves": _rows(curves(runs)),
         "samples": prompts if isinstance(prompts, str) else [_prompt_data(each) for each in prompts],
     }
 
 
-def _as_data(each: SetScores) -> dict[str, Any]:
-    def score(s: Score) -> dict[str, Any]:
-        return {
-            "step": s.step,
-            "score": s.estimate.value,
-            "low": s.estimate.low,
-            "high": s.estimate.high,
-            "problems": len(s.problems),
-        }
+def _by_letter(values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(LETTERS, values, strict=False))
 
-    def difference(d: Difference | None) -> dict[str, Any] | None:
-        return d and {
-            "value": d.value,
-            "low": d.low,
-            "high": d.high,
-            "paired": d.paired,
-            "beyond_noise": d.beyond_noise,
-        }
 
-    return {
-        "scores": {LETTERS[at]: {m: score(s) for m, s in moments.items()} for at, moments in each.scores.items()},
-        f"minus_{LETTERS[each.runs[0]]}": {
-            LETTERS[at]: {m: difference(d) for m, d in moments.items()} for at, moments in each.differences.items()
-        },
-    }
+def _rows(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    return {name: _by_letter(values) for name, values in table.items()}
+
+
+def _run_data(run: RecordedRun) -> dict[str, Any]:
+    return {"folder": str(run.folder), "state": run.state, "step": run.last, "seconds": run.seconds_in_total}
+
+
+def _reached_data(reach: Reached) -> dict[str, Any]:
+    at = [at and {"step": at.step, "seconds": at.seconds} for at in reach.at]
+    return {"set": reach.name, "score": reach.score, "at": _by_letter(at)}
+
+
+def _set_data(each: SetScores) -> dict[str, Any]:
+    scores, differences = dict[str, Any](), dict[str, Any]()
+    for at, moments in each.scores.items():
+        scores[LETTERS[at]] = {moment: _score_data(score) for moment, score in moments.items()}
+    for at, moments in each.differences.items():
+        differences[LETTERS[at]] = {moment: _difference_data(found) for moment, found in moments.items()}
+    return {"scores": scores, f"minus_{LETTERS[each.runs[0]]}": differences}
+
+
+def _score_data(score: StepScore) -> dict[str, Any]:
+    found = score.estimate
+    problems = len(score.problems)
+    return {"step": score.step, "score": found.value, "low": found.low, "high": found.high, "problems": problems}
+
+
+def _difference_data(found: Difference | None) -> dict[str, Any] | None:
+    return found and {name: getattr(found, name) for name in ("value", "low", "high", "paired", "beyond_noise")}
 
 
 def _prompt_data(each: SamePrompt) -> dict[str, Any]:
-    samples = [
-        [{"text": s.text, "reward": s.reward, "tokens": s.sampled, "truncated": s.truncated} for s in group]
-        for group in each.samples
-    ]
+    head = {name: getattr(each, name) for name in ("step", "prompt_id", "prompt", "answer")}
+    return head | {"samples": _by_letter([[_sample_data(sample) for sample in group] for group in each.samples])}
+
+
+def _sample_data(sample: RunSample) -> dict[str, Any]:
     return {
-        "step": each.step,
-        "prompt_id": each.prompt_id,
-        "prompt": each.prompt,
-        "answer": each.answer,
-        "samples": dict(zip(LETTERS, samples, strict=False)),
+        "text": sample.text,
+        "reward": sample.reward,
+        "tokens": sample.sampled,
+        "truncated": sample.truncated,
     }

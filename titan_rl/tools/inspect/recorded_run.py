@@ -1,6 +1,5 @@
 """Reads a run's settings and results back from its folder. The run may be active, damaged or of another version."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,20 +9,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import tomli
-
 from titan_rl.config.eval_sets import HELD_OUT
-from titan_rl.config.plain_files import text_of
 from titan_rl.config.removed_keys import REMOVED, RENAMED
 from titan_rl.config.toml import CONFIG, schema
-from titan_rl.record.lines import whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.run_lock import in_use
-from titan_rl.record.scores import Estimate, estimate
-from titan_rl.record.summary import elapsed, known_lines
-from titan_rl.tools.inspect.run_history import METRICS
+from titan_rl.record.run_names import METRICS
+from titan_rl.record.scores import ScoreEstimate, estimate
+from titan_rl.record.summary import elapsed
+from titan_rl.tools.inspect.run_files import RunFiles
 
-EVALUATIONS, SUMMARY = "evaluations.jsonl", "summary.json"
 NOT_SETTINGS = ("job.dump_folder", "job.fresh", "job.description")
 """Keys that differ between any two runs, and change no result."""
 ROWS = ("task.name", "task.prompt_key", "task.answer_key")
@@ -37,12 +31,12 @@ class NoRun(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class StepScore:
     """What one evaluation of a set found."""
 
     step: int
     seconds: float
-    estimate: Estimate  # without an interval (NaN) where the run stored none
+    estimate: ScoreEstimate  # without an interval (NaN) where the run stored none
     problems: Mapping[str, float]  # mean reward by problem; empty: the run stored none
 
 
@@ -50,31 +44,33 @@ class Score:
 class RecordedRun:
     """A run as its folder records it."""
 
-    folder: Path
+    files: RunFiles
     settings: Mapping[str, Any]  # by "section.key", as the run resolved them, under today's names
     unreadable: str  # why the settings are missing, or ""
     lines: Sequence[Mapping[str, Any]]  # from metrics.jsonl
     summary: Mapping[str, Any]
-    active: bool
 
     @classmethod
     def read(cls, folder: Path) -> "RecordedRun":
         """Read a run's folder. Raise NoRun if it holds none, or one without any step."""
-        if not folder.is_dir():
-            raise NoRun(f"found no folder {folder}")
-        if not (folder / METRICS).is_file():
-            raise NoRun(f"found none in {folder}")
-        lines = [line for line in known_lines(folder / METRICS) if _sound(line)]
+        files = RunFiles(folder)
+        if not (files / METRICS).is_file():
+            raise NoRun(files.absence)
+        lines = [line for line in files.metrics() if _sound(line)]
         if not any(line["kind"] in ("rl", "fit", "eval", "cold_start") for line in lines):
-            raise NoRun(f"found no step in {folder / METRICS}")
+            raise NoRun(f"found no step in {files / METRICS}")
         settings, unreadable = {}, ""
         try:
-            settings = current_names(tomli.loads(text_of(folder / CONFIG)))
+            settings = current_names(files.tables())
         except FileNotFoundError:
             unreadable = f"it has no {CONFIG}"
         except (OSError, ValueError, RecursionError) as error:
             unreadable = f"{CONFIG}: {error}"
-        return cls(folder, settings, unreadable, lines, summary_of(folder), in_use(folder))
+        return cls(files, settings, unreadable, lines, files.summary())
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
 
     def setting(self, key: str) -> Any:
         """Return the run's value of a key. A key that the run's version did not have counts as its default of today;
@@ -97,7 +93,7 @@ class RecordedRun:
     @property
     def state(self) -> str:
         planned = self.setting("training.steps")
-        if self.active:
+        if self.files.active:
             return f"running, step {self.last} of {planned}"
         if not isinstance(planned, int) or self.last >= planned:
             return f"finished, {self.last} {'step' if self.last == 1 else 'steps'}"
@@ -118,19 +114,19 @@ class RecordedRun:
         return sum(seconds for _, seconds in elapsed(self.lines))
 
     @cached_property
-    def scores(self) -> dict[str, list[Score]]:
+    def scores(self) -> dict[str, list[StepScore]]:
         """The scores of each evaluation set in the order of steps, from RL's beginning on."""
-        found: dict[str, dict[int, Score]] = {}
+        found: dict[str, dict[int, StepScore]] = {}
         for line in self.lines:
             if line["kind"] in ("rl", "fit", "eval"):
                 for name, value in _logged_scores(line):
-                    found.setdefault(name, {})[line["step"]] = Score(
+                    found.setdefault(name, {})[line["step"]] = StepScore(
                         line["step"], self.seconds[line["step"]], value, {}
                     )
         with suppress(OSError):
             for name, step, problems in self._evaluations():
                 if step in self.seconds:  # a step that has its metrics
-                    score = Score(step, self.seconds[step], estimate(list(problems.values())), problems)
+                    score = StepScore(step, self.seconds[step], estimate(list(problems.values())), problems)
                     found.setdefault(name, {})[step] = score
         return {name: [scores[step] for step in sorted(scores)] for name, scores in found.items()}
 
@@ -148,14 +144,13 @@ class RecordedRun:
     def _evaluations(self) -> Iterator[tuple[str, int, dict[str, float]]]:
         """Yield set, step and each problem's mean reward of the evaluations that have a score. An answer without a
         reward counts as 0."""
-        for line in whole_lines(self.folder / EVALUATIONS):
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                found = json.loads(line)
-                rewards = found["rewards"]
-                problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
-                scored = any(reward is not None for each in rewards.values() for reward in each)
-                if found["kind"] != "cold_start" and scored and all(map(math.isfinite, problems.values())):
-                    yield str(found["set"]), int(found["step"]), problems
+        for line in self.files.evaluations():
+            rewards: Mapping[str, Sequence[float | None]] = line["rewards"]
+            scored = any(reward is not None for each in rewards.values() for reward in each)
+            if line["kind"] != "cold_start" and scored:
+                with suppress(ValueError, OverflowError):  # a problem without answers, a sum beyond floats
+                    problems = {id: fmean(float(reward or 0.0) for reward in each) for id, each in rewards.items()}
+                    yield line["set"], line["step"], problems
 
 
 def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +161,8 @@ def current_names(tables: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in table.items() if isinstance(table, dict) else ():
             key = f"{section}.{name}"
-            if (new := RENAMED.get(key)) and name not in schema().get(section, {}):
+            new = RENAMED.get(key)
+            if new and name not in schema().get(section, {}):
                 values |= new.becomes(value, values)
             elif key not in REMOVED or name in schema().get(section, {}) or not REMOVED[key].is_default(value):
                 values[name] = value
@@ -186,20 +182,12 @@ def number_of(line: Mapping[str, Any], key: str) -> float:
     return value if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
 
 
-def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
+def _logged_scores(line: Mapping[str, Any]) -> Iterator[tuple[str, ScoreEstimate]]:
     """Yield the scores in a line of metrics.jsonl, by set."""
     for key in line:
         held_out = key == EVAL_SCORE
         if held_out or (key.startswith("eval/") and "/avg@" in key and key.count("/") == 2):
             head = "eval" if held_out else key
-            found = Estimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
+            found = ScoreEstimate(*(number_of(line, each) for each in (key, f"{head}/low", f"{head}/high")))
             if math.isfinite(found.value):
                 yield (HELD_OUT if held_out else key.split("/")[1]), found
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Return summary.json; empty if it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(text_of(folder / SUMMARY))
-        return found if isinstance(found, dict) else {}
-    return {}

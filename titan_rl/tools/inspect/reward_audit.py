@@ -7,23 +7,16 @@ format) had kept its own mean, and only their frequencies had changed? If that i
 learned to be long (or to look right). Such a number is a reason to read the named samples, and no proof.
 """
 
-import json
 import math
 import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, pstdev
-from typing import Any
 
-from titan_rl.record.ledger import Damaged, events
-from titan_rl.record.lines import whole_lines
-from titan_rl.tools.diagnosis.findings import Suspicion
-from titan_rl.tools.inspect.run_history import ROLLOUTS
-from titan_rl.tools.inspect.samples import Sample
+from titan_rl.tools.inspect.run_files import Damaged, RunFiles
+from titan_rl.tools.inspect.samples import RunSample
 
 GRADER = "grader"  # as tasks/rubric.py calls it
 PERIODS = 3  # equal parts of the steps; the first and the last are compared
@@ -41,11 +34,21 @@ MARKS = ("<think>", "</think>", "\\boxed", "```", "####", "{", "\n\n", "- ", "**
 
 
 @dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What the audit of a run's rewards holds for a reward that was won without the task."""
+
+    kind: str  # "grader", "one_answer", "length", "format", "fell", "constant"
+    text: str
+    examples: "Sequence[JudgedSample]" = ()  # samples to read
+    lines: Sequence[str] = ()  # the same with their text
+
+
+@dataclass(frozen=True, slots=True)
 class JudgedSample:
     """The fields of a line of rollouts.jsonl that the audit needs."""
 
     step: int
-    prompt: int
+    prompt_id: int
     sample: int
     reward: float
     parts: Mapping[str, float]
@@ -56,15 +59,35 @@ class JudgedSample:
     finish: str
     shown: str
 
+    @classmethod
+    def of(cls, sample: RunSample, reward: float) -> "JudgedSample":
+        text = sample.text
+        ends = text.rstrip()[-1:]
+        kind = "digit" if ends.isdigit() else "letter" if ends.isalpha() else ends
+        shown = " ".join(text[:400].split())
+        return cls(
+            step=sample.step,
+            prompt_id=sample.prompt_id,
+            sample=sample.sample,
+            reward=reward,
+            parts={key: float(value) for key, value in sample.rewards.items() if value is not None},
+            tokens=sample.sampled,
+            text=zlib.crc32(text.encode(errors="replace")),
+            answer=zlib.crc32((sample.answer or sample.prompt).encode(errors="replace")),
+            format=(sample.finish, kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8)),
+            finish=sample.finish,
+            shown=repr(shown if len(shown) <= 100 else f"{shown[:97]}..."),
+        )
+
     @property
     def name(self) -> str:
-        return f"step {self.step}, prompt {self.prompt}, sample {self.sample}: reward {self.reward:g}"
+        return f"step {self.step}, prompt {self.prompt_id}, sample {self.sample}"
 
 
-def reward_report(folder: Path, after: int = 0) -> list[str]:
+def reward_report(files: RunFiles, after: int = 0) -> list[str]:
     """Return the report on the steps after one, a line per fact. Suspicions begin with "suspect: "."""
-    samples, unrewarded = _samples(folder, after)
-    lines = list(_failures(folder, unrewarded, len(samples)))
+    samples, unrewarded = _samples(files, after)
+    lines = list(_failures(files, unrewarded, len(samples)))
     for fact in _facts(samples):
         lines += [f"{SUSPECT}{fact.text}", *fact.lines] if isinstance(fact, Suspicion) else [fact]
     return lines
@@ -94,79 +117,17 @@ def _facts(samples: Sequence[JudgedSample]) -> Iterator[str | Suspicion]:
     yield from _duplicates(early, late)
 
 
-def _samples(folder: Path, after: int) -> tuple[list[JudgedSample], int]:
+def _samples(files: RunFiles, after: int) -> tuple[list[JudgedSample], int]:
     """Return the answers after a step that have a reward, and the number of answers without one."""
     found, unrewarded = list[JudgedSample](), 0
-    for line in whole_lines(folder / ROLLOUTS):
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            row = json.loads(line)
-            if row["kind"] != "rl" or (after and row["step"] <= after):
-                continue
-            if row["reward"] is None:
-                unrewarded += 1
-                continue
-            found.append(_sampled(row))
+    for sample in files.samples():
+        if after and sample.step <= after:
+            continue
+        if sample.reward is None:
+            unrewarded += 1
+        else:
+            found.append(JudgedSample.of(sample, sample.reward))
     return found, unrewarded
-
-
-def _sampled(row: Mapping[str, Any]) -> JudgedSample:
-    return _judged(
-        int(row["step"]),
-        int(row["prompt_id"]),
-        int(row["sample"]),
-        float(row["reward"]),
-        {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None},
-        sum(row["mask"]),
-        row["text"],
-        str(row["answer"]) or str(row.get("prompt", "")),
-        row["finish"],
-    )
-
-
-def judged(sample: Sample) -> JudgedSample | None:
-    """Return what the audit needs of a sample; None if it has no reward."""
-    if sample.reward is None:
-        return None
-    return _judged(
-        sample.step,
-        sample.prompt_id,
-        sample.sample,
-        sample.reward,
-        {key: float(value) for key, value in sample.rewards.items() if value is not None},
-        sample.sampled,
-        sample.text,
-        sample.answer or sample.prompt,
-        sample.finish,
-    )
-
-
-def _judged(
-    step: int,
-    prompt: int,
-    sample: int,
-    reward: float,
-    parts: Mapping[str, float],
-    tokens: int,
-    text: str,
-    answer: str,
-    finish: str,
-) -> JudgedSample:
-    ends = text.rstrip()[-1:]
-    kind = "digit" if ends.isdigit() else "letter" if ends.isalpha() else ends
-    shown = " ".join(text[:400].split())
-    return JudgedSample(
-        step,
-        prompt,
-        sample,
-        reward,
-        parts,
-        tokens,
-        zlib.crc32(text.encode(errors="replace")),
-        zlib.crc32(answer.encode(errors="replace")),
-        (finish, kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8)),
-        finish,
-        repr(shown if len(shown) <= 100 else f"{shown[:97]}..."),
-    )
 
 
 def _reward(sample: JudgedSample) -> float:
@@ -192,13 +153,8 @@ def _suspicion(
     note: Callable[[JudgedSample], str] = lambda sample: "",
 ) -> Suspicion:
     shown = samples[:SHOWN]
-    return Suspicion(
-        kind,
-        text,
-        tuple(f"step {each.step}, prompt {each.prompt}, sample {each.sample}" for each in shown),
-        shown[0].prompt,
-        tuple(f"  {each.name}{note(each)}: {each.shown}" for each in shown),
-    )
+    lines = [f"  {each.name}: reward {each.reward:g}{note(each)}: {each.shown}" for each in shown]
+    return Suspicion(kind, text, shown, lines)
 
 
 def _useless(
@@ -225,10 +181,10 @@ def _useless(
 # -- what failed ------------------------------------------------------------------------------------------------------
 
 
-def _failures(folder: Path, unrewarded: int, rewarded: int) -> Iterator[str]:
+def _failures(files: RunFiles, unrewarded: int, rewarded: int) -> Iterator[str]:
     kinds, first = Counter[str](), dict[str, str]()
     try:
-        for event in events(folder):
+        for event in files.ledger():
             if event["event"] == "failed":
                 named = [(f"prompt {event['prompt']}", event["error"])]
             else:
@@ -336,9 +292,9 @@ def _centered(samples: Sequence[JudgedSample], of: Callable[[JudgedSample], floa
     """Return `of` less its mean over the sample's group."""
     groups: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in samples:
-        groups[sample.step, sample.prompt].append(of(sample))
+        groups[sample.step, sample.prompt_id].append(of(sample))
     means = {key: fmean(values) for key, values in groups.items()}
-    return lambda sample: of(sample) - means[sample.step, sample.prompt]
+    return lambda sample: of(sample) - means[sample.step, sample.prompt_id]
 
 
 # -- duplicates -------------------------------------------------------------------------------------------------------
@@ -347,7 +303,7 @@ def _centered(samples: Sequence[JudgedSample], of: Callable[[JudgedSample], floa
 def _duplicates(early: Sequence[JudgedSample], late: Sequence[JudgedSample]) -> Iterator[str | Suspicion]:
     shares = []
     for samples in (early, late):
-        counts = Counter((sample.step, sample.prompt, sample.text) for sample in samples)
+        counts = Counter((sample.step, sample.prompt_id, sample.text) for sample in samples)
         shares.append(1 - len(counts) / len(samples))
     yield f"duplicates within groups: {shares[0]:.0%} of the answers, then {shares[1]:.0%}"
     alike: defaultdict[int, list[JudgedSample]] = defaultdict(list)

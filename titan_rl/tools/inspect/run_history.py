@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, load_of_run
-from titan_rl.record.ledger import EVENTS, NAME, OPTIONAL, decode
-from titan_rl.record.lines import fields, invalid, is_text, objects, whole_lines
+from titan_rl.record.ledger import decode
+from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_names import LEDGER, METRICS
+from titan_rl.tools.inspect.ledger_events import EVENTS, OPTIONAL
+from titan_rl.tools.inspect.line_checks import fields, invalid, is_text, valid_objects
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.wire.stop_reasons import FAILED
 
-METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
 SKIPPED = 1000  # skipped prompts that are named one by one
 
 METRIC = fields("step", kind=is_text)
@@ -85,10 +87,10 @@ class TrainedStep:
 
 
 @dataclass(slots=True)
-class History:
+class LedgerHistory:
     """A run's folder as read: the history of all prompts, and the contradictions in the ledger."""
 
-    folder: Path = Path()
+    files: RunFiles
     config: Config | None = None
     unread: str = ""  # why config.toml cannot be read
     prompts: dict[int, PromptHistory] = field(default_factory=dict)
@@ -106,11 +108,12 @@ class History:
     _open: deque[int] = field(default_factory=deque)
 
     @classmethod
-    def of(cls, folder: Path) -> "History":
+    def of(cls, folder: Path) -> "LedgerHistory":
         """Read a folder, also one with invalid lines. Raise OSError if there is no ledger."""
-        history, expected = cls(folder), 0
-        for number, line in enumerate(whole_lines(folder / NAME), 1):
-            history._at = f"{NAME}, line {number}"
+        files, expected = RunFiles(folder), 0
+        history = cls(files)
+        for number, line in enumerate(whole_lines(files / LEDGER), 1):
+            history._at = f"{LEDGER}, line {number}"
             event = decode(line)
             if event is None:
                 history._report(f"expected event {expected} and its checksum, found {line[:80].rstrip()!r}")
@@ -121,13 +124,10 @@ class History:
             expected = event["n"] + 1
             history._at += f" ({event['event']})"
             history._read(event)
-        try:
-            history.config = load_of_run(folder)
-        except (ConfigError, OSError, ValueError) as error:
-            history.unread = str(error)
+        history.config, history.unread = files.config_or_why()
         with suppress(OSError):
-            for _, _, line in objects(folder / METRICS, METRIC):
-                if isinstance(line, dict) and line["kind"] == "startup":
+            for line in valid_objects(files / METRICS, METRIC):
+                if line["kind"] == "startup":
                     later = isinstance(time := line.get("time"), float) and time > history.start.time
                     history.cut = line["step"] if later else math.inf
         return history
@@ -269,7 +269,8 @@ class History:
         if step != self.last + 1:
             self._report(f"expected step {self.last + 1}, found {step}")
         for id in event["prompts"]:
-            if (prompt := self._admitted_prompt(id)) is None:
+            prompt = self._admitted_prompt(id)
+            if prompt is None:
                 continue
             if prompt.final:
                 self._report(f"prompt {id} has an outcome already: {prompt.outcome}")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from titan_rl.record.terminal import visible
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.tools.inspect.samples import Sample, first_turn
+from titan_rl.tools.inspect.samples import RunSample, first_turn
 from titan_rl.tools.inspect.token_view import conversation_tokens, printed
 
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "prompt": "cyan", "assistant": "green"}
@@ -43,15 +43,15 @@ def number(value: float | None) -> str:
     return text.removeprefix("-") if not float(text) else text
 
 
-def ending(sample: Sample) -> str:
+def ending(sample: RunSample) -> str:
     """Return why a sample ended."""
     end = sample.finish if sample.status == "completed" else sample.status
     return ENDS.get(end, f"ended as {end}")
 
 
-def good_and_bad(samples: Sequence[Sample]) -> list[Sample]:
+def good_and_bad(samples: Sequence[RunSample]) -> list[RunSample]:
     """Return the best and the worst sample of the group whose rewards differ most; of equal rewards, one sample."""
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[RunSample]] = {}
     for sample in samples:
         if sample.reward is not None:
             groups.setdefault(sample.group, []).append(sample)
@@ -64,19 +64,19 @@ def good_and_bad(samples: Sequence[Sample]) -> list[Sample]:
     return [best, worst] if _reward(best) > _reward(worst) else [best]
 
 
-def spread(group: Sequence[Sample]) -> float:
+def spread(group: Sequence[RunSample]) -> float:
     rewards = [sample.reward for sample in group if sample.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
 
 
-def _reward(sample: Sample) -> float:
+def _reward(sample: RunSample) -> float:
     return sample.reward or 0.0
 
 
 # -- a conversation ----------------------------------------------------------------------------------------------------
 
 
-def with_opening(sample: Sample, tokenizer: TextTokenizer) -> Sample:
+def with_opening(sample: RunSample, tokenizer: TextTokenizer) -> RunSample:
     """Return the sample with the messages that its policy read before its first turn, with tools and without control
     tokens. Without a chat template, its prompt is its text."""
     if sample.opening or not sample.mask:
@@ -118,7 +118,7 @@ def messages_in(tokens: Sequence[int], tokenizer: TextTokenizer) -> list[dict[st
     return messages
 
 
-def conversation(sample: Sample) -> list[Mapping[str, Any]]:
+def conversation(sample: RunSample) -> list[Mapping[str, Any]]:
     """Return a sample's messages in order. The role "assistant" is its policy's."""
     opening: list[Mapping[str, Any]] = [*sample.opening] or [{"role": "prompt", "content": sample.prompt}]
     if sample.messages:
@@ -148,7 +148,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def searched(sample: Sample, pattern: re.Pattern[str]) -> bool:
+def searched(sample: RunSample, pattern: re.Pattern[str]) -> bool:
     """Return True if the pattern is in the prompt or in a turn."""
     return any(map(pattern.search, (sample.prompt, sample.text, *map(text_of, [*sample.opening, *sample.messages]))))
 
@@ -157,7 +157,7 @@ def searched(sample: Sample, pattern: re.Pattern[str]) -> bool:
 
 
 def sample_lines(
-    sample: Sample, *, width: int, full: bool = False, found: re.Pattern[str] | None = None
+    sample: RunSample, *, width: int, full: bool = False, found: re.Pattern[str] | None = None
 ) -> Iterator[Text]:
     """Yield a sample whole. A system prompt is folded unless `full`; matches of `found` are marked."""
     yield from header(sample, width)
@@ -178,13 +178,13 @@ def sample_lines(
             yield Text(f"  ... {folded} more characters: --full", "dim")
 
 
-def token_lines(sample: Sample, tokenizer: TextTokenizer, width: int) -> Iterator[Text]:
+def token_lines(sample: RunSample, tokenizer: TextTokenizer, width: int) -> Iterator[Text]:
     """Yield a sample token by token."""
     yield from header(sample, width)
     yield from indented(conversation_tokens(tokenizer, sample.tokens, sample.mask, sample.logprobs), width)
 
 
-def header(sample: Sample, width: int) -> Iterator[Text]:
+def header(sample: RunSample, width: int) -> Iterator[Text]:
     title = f"── {sample.name} "
     yield Text(title, "bold").append("─" * max(0, (width or 80) - len(title)), "dim")
     yield from wrapped(_judged(sample), width)
@@ -206,7 +206,7 @@ def header(sample: Sample, width: int) -> Iterator[Text]:
         yield from wrapped(Text(f"failed: {visible(sample.error, 2000)}", "red"), width)
 
 
-def _judged(sample: Sample) -> Text:
+def _judged(sample: RunSample) -> Text:
     style = "bold" if sample.reward is None else "bold green" if sample.reward > 0 else "bold red"
     line = Text.assemble(("no reward" if sample.reward is None else f"reward {number(sample.reward)}", style))
     if sample.rewards:
@@ -218,7 +218,7 @@ def _judged(sample: Sample) -> Text:
     return line
 
 
-def group_lines(group: Sequence[Sample], width: int) -> Iterator[Text]:
+def group_lines(group: Sequence[RunSample], width: int) -> Iterator[Text]:
     """Yield a table with a row per sample of a group: its reward, advantage, components, length and start."""
     first = group[0]
     rewards = [sample.reward for sample in group if sample.reward is not None]
@@ -255,7 +255,7 @@ def group_lines(group: Sequence[Sample], width: int) -> Iterator[Text]:
         yield line
 
 
-def brief_lines(sample: Sample, width: int, limit: int) -> list[Text]:
+def brief_lines(sample: RunSample, width: int, limit: int) -> list[Text]:
     """Return the header and the end of a conversation in at most `limit` lines."""
     lines = list(sample_lines(sample, width=width))
     size = len(list(header(sample, width)))
@@ -275,7 +275,7 @@ def wrapped(line: Text, width: int) -> Iterator[Text]:
     yield from line.wrap(PLAIN, width, overflow="fold") if width and line.cell_len > width else [line]
 
 
-def as_data(sample: Sample, *, tokens: bool = False) -> dict[str, Any]:
+def as_data(sample: RunSample, *, tokens: bool = False) -> dict[str, Any]:
     """Return a sample as `python -m titan_rl look --json` prints it; docs/operations.md has the keys."""
     found = {
         "step": sample.step if sample.step >= 0 else None,

@@ -16,10 +16,9 @@ from typing import Any
 
 import orjson
 
-from titan_rl.record.evaluation import ANSWERS
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_names import ANSWERS, ROLLOUTS
 
-ROLLOUTS = "rollouts.jsonl"
 STEP = re.compile(rb'\{"kind": ?"\w+", ?"step": ?(\d+), ?(?:"prompt_id": ?(\d+))?')
 NUMBERS = frozenset((int, float, type(None)))
 OPTIONAL: Mapping[str, type] = {
@@ -31,7 +30,7 @@ OPTIONAL: Mapping[str, type] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RunSample:
     """One rollout as the run wrote it, or one answer of an evaluation. `tokens`, `mask` and `logprobs` have one entry
     per token of all branches, the prompt's included; `versions` has one per sampled token. Evaluations store none of
     these four."""
@@ -64,7 +63,7 @@ class Sample:
     opening: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, if they are known
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> "Sample":
+    def of(cls, line: Mapping[str, Any]) -> "RunSample":
         """Return the sample of a line of rollouts.jsonl. Raise KeyError without a key that every version writes, and
         TypeError for a value that cannot be its key's."""
         counts = [_typed(line[key], int) for key in ("step", "prompt_id", "group", "sample")]
@@ -84,7 +83,7 @@ class Sample:
         )
 
     @classmethod
-    def of_evaluation(cls, line: Mapping[str, Any]) -> "list[Sample]":
+    def of_evaluation(cls, line: Mapping[str, Any]) -> "list[RunSample]":
         """Return the answers of a line of evaluation_answers.jsonl. Raise as `of` does."""
         problems = enumerate(line["problems"])
         return [cls._of_answer(line, group, p, answer) for group, p in problems for answer in p["answers"]]
@@ -92,7 +91,7 @@ class Sample:
     @classmethod
     def _of_answer(
         cls, line: Mapping[str, Any], group: int, problem: Mapping[str, Any], answer: Mapping[str, Any]
-    ) -> "Sample":
+    ) -> "RunSample":
         rest = _optional({**answer, "where": problem.get("where")})
         return cls(
             step=_typed(line["step"], int),
@@ -150,7 +149,8 @@ class Samples:
         start = 0
         for line in whole_lines(self._path):
             end = start + len(line)
-            if (head := STEP.match(line)) is not None:
+            head = STEP.match(line)
+            if head is not None:
                 ranges = self._ranges.setdefault(int(head[1]), [])
                 begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
                 ranges.append((begin, end))
@@ -162,21 +162,21 @@ class Samples:
     def steps(self) -> list[int]:
         return sorted(self._ranges)
 
-    def of_step(self, step: int, prompt_id: int | None = None, needle: bytes = b"") -> list[Sample]:
+    def of_step(self, step: int, prompt_id: int | None = None, needle: bytes = b"") -> list[RunSample]:
         """Return a step's samples, or one prompt's, group by group; none if the run has no such step. Lines
         without `needle` are not parsed."""
         ranges = self._ranges.get(step, ())
         return [sample for start, end in ranges for sample in self._read(start, end, prompt_id, needle)]
 
-    def groups(self, step: int) -> list[list[Sample]]:
-        return [list(group) for _, group in groupby(self.of_step(step), key=lambda sample: sample.group)]
+    def groups(self, step: int) -> list[list[RunSample]]:
+        return in_groups(self.of_step(step))
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[RunSample]:
         """Yield the samples of all steps in order."""
         for step in self.steps:
             yield from self.of_step(step)
 
-    def _read(self, start: int, end: int, prompt_id: int | None, needle: bytes) -> Iterator[Sample]:
+    def _read(self, start: int, end: int, prompt_id: int | None, needle: bytes) -> Iterator[RunSample]:
         for line in whole_lines(self._path, start):
             if start >= end:
                 return
@@ -186,9 +186,13 @@ class Samples:
             if (prompt_id is not None and other) or needle not in line:
                 continue
             try:
-                yield Sample.of(_object(line))
+                yield RunSample.of(_object(line))
             except (ValueError, KeyError, TypeError, RecursionError):
                 self.damaged += 1
+
+
+def in_groups(samples: Sequence[RunSample]) -> list[list[RunSample]]:
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
 
 
 class EvaluationAnswers:
@@ -197,6 +201,7 @@ class EvaluationAnswers:
     def __init__(self, folder: Path) -> None:
         self._path = folder / ANSWERS
         self._at: dict[tuple[int, str], int] = {}  # first byte of each step and set
+        self.left_out = 0  # answers that are not stored, of the evaluations that were read
         self.damaged = 0  # lines
         start = 0
         for line in whole_lines(self._path):
@@ -215,17 +220,17 @@ class EvaluationAnswers:
     def steps(self) -> list[int]:
         return sorted({step for step, _ in self._at})
 
-    def of_step(self, step: int, name: str = "") -> tuple[list[Sample], int]:
-        """Return the answers after a step, or one set's, and the number of answers that are not stored."""
-        answers, left_out = list[Sample](), 0
+    def of_step(self, step: int, name: str = "") -> list[RunSample]:
+        """Return the answers after a step, or one set's."""
+        answers = list[RunSample]()
         for at in (at for (n, each), at in self._at.items() if n == step and name in ("", each)):
             try:
                 line = _object(next(whole_lines(self._path, at)))
-                answers += Sample.of_evaluation(line)
-                left_out += _typed(line["left_out"], int)
+                answers += RunSample.of_evaluation(line)
+                self.left_out += _typed(line["left_out"], int)
             except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
                 self.damaged += 1
-        return answers, left_out
+        return answers
 
 
 def _object(line: bytes) -> Any:

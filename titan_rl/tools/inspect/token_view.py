@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.run_files import RunFiles
 
 STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
 UNLIKELY, UNLIKELY_STYLE = 0.1, "bold red"  # below this probability a sampled token is marked
@@ -80,12 +80,12 @@ def printed(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def tokenizer_of(run: Path) -> TextTokenizer | None:
+def tokenizer_of(run: RunFiles) -> TextTokenizer | None:
     """Return the tokenizer of a run's policy; None if neither its model's folder nor the run has it any more."""
     folders = [run / "model", run / "hf"]
-    with suppress(ConfigError, OSError, ValueError):
-        if assets := load_of_run(run).model.hf_assets_path:
-            folders.insert(0, Path(assets))
+    config, _ = run.config_or_why()
+    if config is not None and config.model.hf_assets_path:
+        folders.insert(0, Path(config.model.hf_assets_path))
     for folder in folders:
         with suppress(Exception):  # the tokenizers library raises its own
             return TextTokenizer.load(folder)

@@ -114,7 +114,8 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
         problems.append("--with-secret: expected --print and --on kubernetes next to it, found them missing")
     if options.here:
         problems += check_allocation(invocation.config.hosts.number) if options.on == "slurm" else [ONLY_SLURM]
-    if problems := [*problems, *(text for text in refused if text not in elsewhere)]:
+    problems = [*problems, *(text for text in refused if text not in elsewhere)]
+    if problems:
         refuse(invocation.given_name, problems)
     try:
         check_folder(invocation.config.job)
@@ -175,7 +176,8 @@ def written_script(job: Job, *, fresh: bool) -> Path:
 def on_kubernetes(job: Job, terminal: Terminal, *, fresh: bool) -> KubernetesJob:
     assert not fresh  # refused: a pod that starts again would start over
     cluster = find_cluster(job.config.launch.namespace)
-    if live := live_kubernetes_job(job, cluster):
+    live = live_kubernetes_job(job, cluster)
+    if live:
         terminal.note(f"{live.name}{RUNS_ALREADY}")
         return live
     return submit_manifests(job, cluster)

@@ -217,18 +217,21 @@ def _context_of(cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLC
     with tempfile.TemporaryDirectory() as scratch:  # ssl reads client keys from files only
 
         def file_of(section: Mapping[str, Any], name: str) -> str | None:
-            if data := section.get(f"{name}-data"):
+            data = section.get(f"{name}-data")
+            if data:
                 path = Path(scratch) / name
                 path.write_bytes(base64.b64decode(data))
                 return str(path)
             return section.get(name)
 
-        if authority := file_of(cluster, "certificate-authority"):
+        authority = file_of(cluster, "certificate-authority")
+        if authority:
             context.load_verify_locations(authority)
         else:
             context.load_default_certs()
         if cluster.get("insecure-skip-tls-verify"):
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if certificate := file_of(user, "client-certificate"):
+        certificate = file_of(user, "client-certificate")
+        if certificate:
             context.load_cert_chain(certificate, file_of(user, "client-key"))
         return context

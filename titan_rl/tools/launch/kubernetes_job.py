@@ -28,7 +28,7 @@ STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\
 Moment = tuple[float, str]  # the second, and its fraction
 
 
-class Place(NamedTuple):
+class PodPlace(NamedTuple):
     """How far a pod's log has been read."""
 
     last: Moment = (0.0, "")  # when the last line was printed
@@ -44,7 +44,7 @@ class KubernetesJob:
 
     cluster: Cluster
     job: str
-    read: dict[str, Place] = field(default_factory=dict)  # by names of pods
+    read: dict[str, PodPlace] = field(default_factory=dict)  # by names of pods
 
     @property
     def name(self) -> str:
@@ -61,12 +61,14 @@ class KubernetesJob:
         conditions = {each["type"]: each for each in job.get("status", {}).get("conditions") or [] if holds(each)}
         if conditions.keys() & {"Complete", "Failed"}:
             return ENDED
-        if suspended := conditions.get("Suspended"):
+        suspended = conditions.get("Suspended")
+        if suspended:
             return Look("pending", words("Suspended", suspended.get("message", "")))
         number = job["spec"]["completions"]
         pods = {index_of(pod): pod for pod in self._pods()}  # the newest of each index
         reasons = [why for pod in pods.values() if (why := waiting_for(pod))]
-        if missing := number - len(pods):
+        missing = number - len(pods)
+        if missing:
             reasons += [self._warning("Job", self.job) or "no pod yet"] * missing
         if reasons and set(reasons) <= {*WAITS}:
             name = next(pod["metadata"]["name"] for pod in pods.values() if waiting_for(pod))
@@ -98,12 +100,12 @@ class KubernetesJob:
         self.read = read
         return text
 
-    def _new_lines(self, pod: Any, read: dict[str, Place]) -> str:
+    def _new_lines(self, pod: Any, read: dict[str, PodPlace]) -> str:
         """Return lines that are complete: of a pod that has ended, all lines. Text without a time stamp is the
         kubelet's own."""
         name, over = pod["metadata"]["name"], pod["status"].get("phase") in ("Succeeded", "Failed")
         ending = over or "deletionTimestamp" in pod["metadata"]
-        place = read.get(name, Place())
+        place = read.get(name, PodPlace())
         if place.over:
             return ""
         since = f"&sinceTime={quote(place.since)}" if place.since else ""
@@ -128,7 +130,7 @@ class KubernetesJob:
         new = known[min(place.same, sum(moment == place.last for moment, _, _ in known)) :]
         if new:
             last, stamp, _ = new[-1]  # the kubelet gives whole seconds: all lines of this moment are known
-            place = Place(last, sum(moment == last for moment, _, _ in known), f"{stamp[1]}{stamp[3]}")
+            place = PodPlace(last, sum(moment == last for moment, _, _ in known), f"{stamp[1]}{stamp[3]}")
         read[name] = place._replace(misses=0, over=over)
         return "".join(f"{line}\n" for _, _, line in new)
 
@@ -233,7 +235,8 @@ def add_objects(job: Job, cluster: Cluster, uid: str) -> None:
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job_name(job), "uid": uid}
     _, *others = manifests(job)
     made = {(each["kind"], each["metadata"]["name"]): partial(dict, each) for each in others}
-    if secret := tls_secret(job):
+    secret = tls_secret(job)
+    if secret:
         made["Secret", secret] = partial(new_secret, job)
     for (kind, name), body_of in made.items():
         found = cluster.find(path_of(cluster, kind, name))

@@ -158,7 +158,8 @@ def volumes_of(job: Job, name: str) -> Iterator[tuple[dict[str, Any], dict[str, 
         {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED}},
         {"name": "memory", "mountPath": "/dev/shm"},
     )
-    if secret := tls_secret(job):
+    secret = tls_secret(job)
+    if secret:
         paths = [f"{index}/{file}" for index in range(job.nodes) for file in FILES]
         items = [{"key": key, "path": path} for key, path in zip(secret_files(job), paths, strict=True)]
         volume = {"name": "tls", "secret": {"secretName": secret, "items": items, "defaultMode": 0o444}}

@@ -70,7 +70,8 @@ def read_patch(path: str) -> dict[str, Any]:
         raise PatchRefused(f"expected a YAML file, found none at {as_toml(path)}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PatchRefused(f"expected one YAML document in {as_toml(path)}, found: {error}") from None
-    if problem := next(_problems(patch), ""):
+    problem = next(_problems(patch), "")
+    if problem:
         raise PatchRefused(f"{problem}, in {as_toml(path)}")
     return patch
 

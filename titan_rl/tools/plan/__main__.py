@@ -179,7 +179,8 @@ def checked(out: Path, model: str, case: Case, spent: Budget) -> str:
     text = toml_text(keys, heading(title_of(model, case), model, case))
     config = loaded(text, out)
     gpus = planned_gpus(config) if config.hosts.gpu_memory_gb else NO_GPUS
-    if problems := judged(Invocation(config_name=out.stem, config=config, dry_run=True, gpus=gpus))[0]:
+    problems = judged(Invocation(config_name=out.stem, config=config, dry_run=True, gpus=gpus))[0]
+    if problems:
         refuse(str(out), problems)
     return text
 

@@ -44,7 +44,8 @@ def fullness(plan: Plan) -> float:
     """Return how full the engines' caches are when all sequences have their mean length: above 1, some wait or are
     computed again."""
     line, r = plan.line, plan.config.rollout
-    if not (cached := line.rates.engine.cached_tokens):
+    cached = line.rates.engine.cached_tokens
+    if not cached:
         return 0.0
     slots = min(line.config.generator.max_num_seqs, r.groups_per_step * r.group_size / line.config.generator.replicas)
     work = line.work
@@ -53,7 +54,8 @@ def fullness(plan: Plan) -> float:
 
 def idle(plan: Plan) -> tuple[float, float]:
     """Return the shares of the time in which trainers and engines wait for each other, if they overlap."""
-    if found := plan.simulated:
+    found = plan.simulated
+    if found:
         return (found.trainers_idle, found.engines_idle) if plan.step.overlaps else (0.0, 0.0)
     sides = [sum(side.values()) for side in plan.sides.values()]
     return (1 - sides[0] / max(sides), 1 - sides[1] / max(sides)) if plan.step.overlaps else (0.0, 0.0)
@@ -83,7 +85,8 @@ def cheaper(case: Case, spent: Budget, prompts: int) -> tuple[Case, Budget] | No
     found = list[tuple[Case, Budget]]()
     fewer = [replace(case.with_keys(larger), count=count) for count in counts[0 if many else 1 :]]
     for other in fewer if many else [*fewer, *islice(smaller(case), 1, 3)]:
-        if best := plans(replace(other, rejected=[]))[:1]:
+        best = plans(replace(other, rejected=[]))[:1]
+        if best:
             groups = best[0].config.rollout.groups_per_step
             steps = -(-ENOUGH * prompts // groups) if many else spent.steps
             seconds = case.facts.expected(case.gpu, best[0].seconds)

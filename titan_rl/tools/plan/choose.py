@@ -123,7 +123,8 @@ class Case:
     def conflict(self, keys: Keys) -> str:
         """Return the first key of which the user set another value, or why these keys do not cut the model, or ""."""
         others = (key for key, value in keys.items() if self.pinned.get(key, value) != value)
-        if key := next(others, ""):
+        key = next(others, "")
+        if key:
             return f"{key} is set to {self.pinned[key]}, and here it has to be {keys[key]}"
         return next(iter(check_parallelism(changed(self.base, keys), self.shape)), "")
 
@@ -213,7 +214,8 @@ def plans(case: Case) -> list[Plan]:
         replicas = [(keys, more) for keys, side in sides for more, why in side if not why]
         pairs = replicas if kind == "colocated" else [(keys, more) for keys in fit for _, more in replicas]
         tried = [planned(case, {**keys, **more}) for keys, more in pairs]
-        if best := [plan for plan in tried if plan is not None]:
+        best = [plan for plan in tried if plan is not None]
+        if best:
             found.append(min(best, key=lambda plan: plan.step.seconds))
         elif lag == lags[0] or kind == "colocated":
             trainer = [] if fit else [why for _, why in layouts]
@@ -270,7 +272,8 @@ def choose(case: Case) -> list[Plan]:
     if r.groups_per_step * r.group_size * (answer + case.work.prompt.mean) > MOST_TOKENS:
         return found
     ran = filter(None, (simulated(case, plan) for plan in found))
-    if not (best := sorted(islice(ran, SIMULATED), key=lambda plan: plan.seconds)):
+    best = sorted(islice(ran, SIMULATED), key=lambda plan: plan.seconds)
+    if not best:
         return []
     near = [plan for plan in best if plan.seconds <= NEARLY * best[0].seconds]
     first = min(near, key=lambda plan: plan.config.rollout.max_staleness_steps)

@@ -59,17 +59,17 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class SimulatedRequest:
     request: Request
     unfinished: int
     answers: list[Completion | None]
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class SimulatedSample:
     """One sample of a request."""
 
-    open: OpenRequest
+    open: SimulatedRequest
     index: int
     length: int  # tokens of its answer
     number: int  # in the order of arrival
@@ -99,10 +99,10 @@ class EngineModel:
         self._at = 0.0  # when the next step begins, in seconds of work
         self._until = 0  # the step before which something happens
         self._number = 0
-        self._waiting: deque[Sample] = deque()
+        self._waiting: deque[SimulatedSample] = deque()
         self._held_back: list[Request] = []  # until an engine that drains has switched
-        self._running: dict[Sample, None] = {}  # in the order of admission
-        self._ends: list[tuple[int, int, Sample]] = []  # a heap; a preempted sample's entry stays
+        self._running: dict[SimulatedSample, None] = {}  # in the order of admission
+        self._ends: list[tuple[int, int, SimulatedSample]] = []  # a heap; a preempted sample's entry stays
         self._context = 0  # tokens that a step reads
         self._held = self._free = 0  # cached tokens that running samples use; that may be evicted
         self._prefixes: dict[str, Prefix] = {}
@@ -177,7 +177,8 @@ class EngineModel:
         steps, now = 0, self._cores.now()
         if self._running and not self._stopped:
             steps = self._ends[0][0] - self.stats.steps
-            if (room := self._rates.cached_tokens - self._held) > 0 and len(self._running) > 1:
+            room = self._rates.cached_tokens - self._held
+            if room > 0 and len(self._running) > 1:
                 steps = max(1, min(steps, room // len(self._running)))
             if self._looks:
                 steps = max(0, min(steps, ceil(self._steps(now - self._at) - ROUNDING)))
@@ -261,10 +262,10 @@ class EngineModel:
         if not min(lengths):
             self._answer(Done(request.id, [], "its context leaves no room for an answer"))
             return
-        open = OpenRequest(request, len(lengths), [None] * len(lengths))
+        open = SimulatedRequest(request, len(lengths), [None] * len(lengths))
         for i, length in enumerate(lengths):
             self._number += 1
-            self._waiting.append(Sample(open, i, length, self._number))
+            self._waiting.append(SimulatedSample(open, i, length, self._number))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_num_seqs:
@@ -306,7 +307,7 @@ class EngineModel:
             del self._prefixes[name]
         return 0 < limit < self._held + more
 
-    def _leave(self, sample: Sample) -> int:
+    def _leave(self, sample: SimulatedSample) -> int:
         """Take a sample out of the batch. Return its cached tokens, without its prefix."""
         del self._running[sample]
         new = self.stats.steps - sample.since
@@ -339,16 +340,17 @@ class EngineModel:
         self._prefixes[prefix.name] = self._unused[prefix.name] = prefix
         self._free += prefix.own
 
-    def _preempt(self, sample: Sample) -> None:
+    def _preempt(self, sample: SimulatedSample) -> None:
         self._leave(sample)
         self._waiting.appendleft(sample)
         self.preemptions += 1
 
-    def _finish(self, sample: Sample) -> None:
+    def _finish(self, sample: SimulatedSample) -> None:
         open, before = sample.open, sample.prefix
         own, request, name = self._leave(sample), open.request, next(iter(open.request.affinity), "")
         if name and not sample.stale:  # the next turn begins with this one
-            if (old := self._unused.pop(name, None)) is not None:
+            old = self._unused.pop(name, None)
+            if old is not None:
                 self._free -= old.own
                 own += old.own if old is before else 0
             self._keep(Prefix(name, len(request.tokens) + sample.length, own))

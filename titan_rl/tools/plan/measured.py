@@ -16,12 +16,13 @@ from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import UpTo, fitted
 from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, load_of_run
 from titan_rl.preflight.memory import on_cpu
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_names import TIMELINE
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun
-from titan_rl.tools.inspect.samples import Sample, Samples
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.train.learner import Packer
 from titan_rl.wire import types as wire
@@ -49,15 +50,15 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     enough steps. `cores`: how many times the work of one busy core all of them do; 0: they do not slow each other."""
     cores = cores or float(usable_cores())
     lines, config = steps_of(folder), config_of(folder)
-    samples = Samples(folder)
-    by_step = [list(samples.of_step(int(line["step"]))) for line in lines]
+    cpu = "memory/max_reserved_gib" not in lines[-1]
+    samples = RunFiles(folder).samples()
+    by_step = [samples.of_step(int(line["step"])) for line in lines]
     found = [sample for step in by_step for sample in step]
     if not any(sample.sampled for sample in found):
         raise NoRun(f"found no rollouts of its steps in {folder}")
     work = work_of(found)
     began = min(line["time"] - line["time/step"] for line in lines)
     spans = [span for span in spans_of(folder) if span.begin >= began]
-    cpu = "memory/max_reserved_gib" not in lines[-1]
     rows = Packer.of(config, resolved_of(config, cpu), 0).rows
     places = sum(places_of(step, config, rows) for step in by_step if step)
     of_replica, of_rank = (min(cores, number) * float(cpu) for number in threads_of(config))
@@ -99,10 +100,9 @@ def steps_of(folder: Path) -> list[Mapping[str, float]]:
 
 def config_of(folder: Path) -> Config:
     """Return the run's config, on its device."""
-    try:
-        config = load_of_run(folder)
-    except (ConfigError, OSError) as error:
-        raise NoRun(f"found no config that can be read in {folder}: {error}") from error
+    config, why = RunFiles(folder).config_or_why()
+    if config is None:
+        raise NoRun(f"found no config that can be read in {folder}: {why}")
     lines = RecordedRun.read(folder).steps
     return on_device(config, "cuda" if "memory/max_reserved_gib" in lines[-1] else "cpu")
 
@@ -136,7 +136,7 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
     )
 
 
-def places_of(samples: list[Sample], config: Config, rows: int | UpTo) -> float:
+def places_of(samples: list[RunSample], config: Config, rows: int | UpTo) -> float:
     """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
     simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
@@ -154,7 +154,7 @@ def resolved_of(config: Config, cpu: bool) -> Config:
     return on_cpu(config, shape_of(config.model), host_memory()) if cpu else resolved(config, "cuda")
 
 
-def work_of(samples: list[Sample]) -> Work:
+def work_of(samples: list[RunSample]) -> Work:
     turns = [max(1, len(sample.turns)) for sample in samples]
     read = [
         (len(sample.tokens) - _prompt(sample) - sample.sampled) / (n - 1)
@@ -185,7 +185,7 @@ def between_turns(spans: list[Stretched]) -> Iterator[float]:
 def spans_of(folder: Path) -> Iterator[Stretched]:
     """Yield the spans in the run's newest timeline."""
     ranks, open_spans = dict[int, str](), dict[tuple[str, int], float]()
-    for line in whole_lines(folder / "timeline.json"):
+    for line in whole_lines(folder / TIMELINE):
         with suppress(ValueError):  # the brackets, and a line that a kill cut off
             event = json.loads(line.rstrip(b",\n"))
             if not isinstance(event, dict):
@@ -202,7 +202,7 @@ def spans_of(folder: Path) -> Iterator[Stretched]:
                 yield Stretched("controller", event["name"], begin / 1e6, seconds, {}, int(event["id"]))
 
 
-def _prompt(sample: Sample) -> int:
+def _prompt(sample: RunSample) -> int:
     """Return the tokens of a rollout's prompt."""
     mask = np.asarray(sample.mask)
     return int(mask.argmax()) if mask.any() else len(mask)

@@ -74,7 +74,8 @@ def screen(
     rate = f"{tokens / spent.seconds:,.0f} tokens/s, all prompts {passes:,.0f} times"
     rate += f"; {spent.hours:,.0f} GPU-hours" * (not line.on_cpu)
     yield from _row(f"in {day_count(days)}", f"{steps:,} steps, {count(steps * tokens)} sampled tokens, {rate}")
-    if found := plan.simulated:
+    found = plan.simulated
+    if found:
         idle = f"trainers idle {found.trainers_idle:.0%}, engines {found.engines_idle:.0%}"
         age = fmean(step["policy_age/mean"] for step in found.steps)
         yield from _row("staleness", f"mean {age:.2f} steps, at most {r.max_staleness_steps}; {idle}")
@@ -92,7 +93,8 @@ def screen(
     likeliest = sorted(failures(case, plan, days, passes), key=lambda failure: -failure[0])
     for number, (_, text, metrics) in enumerate(likeliest[:FAILURES], 1):
         yield from _row(f"  {number}", f"{text}: {', '.join(metrics)}")
-    if gains := kernels(plan):
+    gains = kernels(plan)
+    if gains:
         text, saved = max(gains.items(), key=lambda gain: gain[1])
         share = f"at most {saved:.1f} s, {saved / plan.seconds:.0%} of the step"
         yield from _row("first kernel", f"{text}: saves {share}")
@@ -166,7 +168,8 @@ def failures(case: Case, plan: Plan, days: float, passes: float) -> Iterator[Fai
         full = fullness(plan)
         text = f"answers grow until the cache of {count(cached)} tokens, now {full:.0%} full, holds fewer sequences"
         yield min(1.0, full) / 2, text, ("engine/sampling_seconds", "completions/mean_length")
-    if need := plan.memory.get("trainer"):
+    need = plan.memory.get("trainer")
+    if need:
         free = 1 - need.nbytes / need.limit
         text = f"a trainer runs out of memory, of which {free:.0%} is free by estimate"
         yield max(0.0, 0.5 - 3 * free), text, ("memory/max_reserved_pct", "memory/num_alloc_retries")

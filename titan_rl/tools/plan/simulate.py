@@ -36,8 +36,8 @@ from titan_rl.record.run_folder import Resume
 from titan_rl.tasks.examples import Example
 from titan_rl.tools.plan.rates import Rates, Work
 from titan_rl.tools.plan.simulated_parts import (
-    Environments,
     Prompts,
+    SimulatedEnvironments,
     SimulatedMesh,
     SimulatedRun,
     SizedLearner,
@@ -57,7 +57,7 @@ PATIENCE_SECONDS = 1e9  # a simulated engine never hangs: it need not be polled
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ReplicaLoss:
     """The death of a replica's process."""
 
     replica: int
@@ -90,7 +90,7 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[ReplicaLoss] = (),
     resolved: Config | None = None,
 ) -> Simulation:
     """Simulate a run's first steps. What the run would raise is raised: a RunError names a deadline that is too short.
@@ -146,7 +146,7 @@ async def _run(
     resolved: Config,
     rates: Rates,
     work: Work,
-    faults: Sequence[Fault],
+    faults: Sequence[ReplicaLoss],
     folder: Path,
     loop: VirtualLoop,
 ) -> None:
@@ -162,7 +162,7 @@ async def _run(
     roles: dict[str, Any] = {role: SimulatedMesh(run, cast(Any, role)) for role in config.roles}
     trainers = SimulatedMesh(run, "trainer")
     if config.rollout_code or work.turns.mean > 1:
-        roles["environments"] = Environments(run)
+        roles["environments"] = SimulatedEnvironments(run)
     meshes = Meshes(trainers, generators, colocated=config.placement.kind == "colocated", **roles)
     weights = WeightSync(trainers, generators, clock, found.notes.append)
     await weights.connect(resolved, run.shape)

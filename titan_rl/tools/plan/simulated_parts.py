@@ -41,7 +41,7 @@ from titan_rl.wire.weight_source import Connection
 OBSERVATION = -(2**40)  # the token that environments add; prompts are of their id, answers of a negative number
 
 
-class Call(NamedTuple):
+class SimulatedCall(NamedTuple):
     """A call to a rank, as Monarch's future."""
 
     verb: Callable[..., Awaitable[Any]]
@@ -51,11 +51,11 @@ class Call(NamedTuple):
         return self.verb(*self.arguments)
 
 
-class Endpoint(NamedTuple):
+class SimulatedEndpoint(NamedTuple):
     verb: Callable[..., Awaitable[Any]]
 
-    def call(self, *arguments: Any) -> Call:
-        return Call(self.verb, arguments)
+    def call(self, *arguments: Any) -> SimulatedCall:
+        return SimulatedCall(self.verb, arguments)
 
 
 class verb:
@@ -64,8 +64,8 @@ class verb:
     def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
         self._method = method
 
-    def __get__(self, rank: Any, owner: Any) -> Endpoint:
-        return Endpoint(partial(self._method, rank))
+    def __get__(self, rank: Any, owner: Any) -> SimulatedEndpoint:
+        return SimulatedEndpoint(partial(self._method, rank))
 
 
 class Rank:
@@ -80,7 +80,7 @@ class Rank:
     @verb
     async def close(self) -> None: ...
 
-    def stop(self) -> Call:
+    def stop(self) -> SimulatedCall:
         return self.close.call()
 
 
@@ -153,7 +153,7 @@ class GeneratorRank(Rank):
         return 0, 0
 
 
-class ModelRank(Rank):
+class SimulatedModelRank(Rank):
     """A dp row of trainers, or of another role's mesh."""
 
     def __init__(self, run: "SimulatedRun", first: bool) -> None:
@@ -234,7 +234,7 @@ class SimulatedMesh(ModelMesh):
     def __init__(self, run: "SimulatedRun", role: RoleName) -> None:
         super().__init__(list, role, run.config, run.shape, {})
         self.row_ranks = 1
-        self.ranks = [ModelRank(run, first=dp == 0) for dp in range(self.dp)]
+        self.ranks = [SimulatedModelRank(run, first=dp == 0) for dp in range(self.dp)]
         self._ranks = {f"{role}[dp={dp}]": rank for dp, rank in enumerate(self.ranks)}
 
 
@@ -300,7 +300,7 @@ class SizedLearner(Learner):
         return [np.zeros(len(sample.tokens)) for sample in samples]
 
 
-class Environments:
+class SimulatedEnvironments:
     """Drives rollouts, as the environment mesh: the turns that the work draws, each after a context that continues."""
 
     def __init__(self, run: "SimulatedRun") -> None:

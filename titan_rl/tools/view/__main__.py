@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.record.lines import Unwritable, must_write, write_whole
+from titan_rl.record.run_names import FAULTS, METRICS
 from titan_rl.tools.view.live import LiveServer
 from titan_rl.tools.view.page import page, page_data
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
@@ -20,7 +21,8 @@ LIVE_SECONDS = 5.0
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    if problem := problem_of(options):
+    problem = problem_of(options)
+    if problem:
         print(f"titan_rl view: {problem}", file=sys.stderr)
         return USAGE
     sample_bytes = round(options.sample_mb * 1e6)
@@ -66,8 +68,8 @@ def problem_of(options: argparse.Namespace) -> str:
     for run in options.run:
         if not run.is_dir():
             return f"RUN: expected the dump folder of a run, found no folder {run}"
-        if not (run / "metrics.jsonl").exists():
-            return f"RUN: expected the dump folder of a run, with its metrics.jsonl, found none in {run}"
+        if not (run / METRICS).exists():
+            return f"RUN: expected the dump folder of a run, with its {METRICS}, found none in {run}"
     if len({run.resolve() for run in options.run}) < len(options.run):
         return "RUN: expected different runs, found one twice"
     if len(options.run) > MOST_RUNS:
@@ -97,7 +99,7 @@ def serve(runs: Sequence[Path], port: int, sample_bytes: int) -> int:
 
 def state_of(runs: Sequence[Path]) -> list[int]:
     """Return the sizes of the files that grow with each step and each fault."""
-    files = [run / name for run in runs for name in ("metrics.jsonl", "faults.jsonl")]
+    files = [run / name for run in runs for name in (METRICS, FAULTS)]
     return [file.stat().st_size if file.exists() else 0 for file in files]
 
 

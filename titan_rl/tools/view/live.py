@@ -32,7 +32,8 @@ class LiveServer(ThreadingHTTPServer):
     def read(self) -> dict[str, Any]:
         """Return the data. To collect a long run takes seconds, so that requests wait for one collection."""
         with self._lock:
-            if (state := self._state()) != self._known[0]:
+            state = self._state()
+            if state != self._known[0]:
                 self._known = state, self._read()
             return self._known[1]
 

@@ -10,30 +10,23 @@ the part that the page has.
 
 import json
 import math
-import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli
 
-from titan_rl.config.plain_files import text_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
-from titan_rl.record.config_history import cuts
-from titan_rl.record.incidents import NAME as FAULTS
-from titan_rl.record.lines import whole_lines
-from titan_rl.record.run_lock import in_use
-from titan_rl.record.summary import known_lines
-from titan_rl.tools.inspect.diagnosed_run import DiagnosedRun
-from titan_rl.tools.inspect.recorded_run import summary_of
-from titan_rl.tools.inspect.run_history import History
-from titan_rl.tools.inspect.samples import EvaluationAnswers, Sample, Samples
+from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
+from titan_rl.tools.diagnosis.findings import RunFinding
+from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.inspect.run_history import LedgerHistory, PromptHistory
+from titan_rl.tools.inspect.samples import RunSample, in_groups
 from titan_rl.tools.inspect.token_view import tokenizer_of
 from titan_rl.tools.view.token_pieces import Pieces
 from titan_rl.wire.counted import counted
@@ -47,34 +40,35 @@ FEWEST_STEPS = 8  # with samples, if a budget allows only parts of steps
 MOST_CHARACTERS = 20_000  # in one text or message
 
 Json = dict[str, Any]
-SAMPLE = re.compile(r"step (\d+), prompt (\d+)")
 NO_GAPS: Mapping[tuple[int, ...], Sequence[float]] = {}
 
 
 def run_data(folder: Path, *, sample_bytes: int) -> Json:
     """Return a run as the page reads it. `sample_bytes` bounds the size of its samples approximately."""
-    lines = list(known_lines(folder / "metrics.jsonl"))
-    left_out: list[str] = []
-    history = _history(folder)
+    files, left_out, config, history = RunFiles(folder), list[str](), dict[str, Any](), None
+    lines = list(files.metrics())
     trained = [line for line in lines if line["kind"] in ("rl", "fit", "eval")]
-    config = _config(folder)
+    with suppress(OSError):
+        history = LedgerHistory.of(folder)
+    with suppress(OSError, ValueError, RecursionError):  # also keys of other versions
+        config = flat(files.tables())
     data: Json = {
         "name": folder.resolve().name,
         "folder": str(folder),
         "config": config,
         "defaults": flat(tomli.loads(to_toml(Config()))),
-        "summary": summary_of(folder),
+        "summary": files.summary(),
         "curves": curves(trained, left_out),
         "cold_start": curves([line for line in lines if line["kind"] == "cold_start"], []),
-        "events": [*_starts(lines), *_cuts(folder), *_faults(folder, lines), *_saves(history)],
-        "evaluations": _evaluations(folder, left_out),
-        "groups": [*_groups(folder, sample_bytes, left_out), *_answers(folder, sample_bytes // 3, left_out)],
+        "events": [*_starts(lines), *_cuts(files), *_faults(files, lines), *_saves(history)],
+        "evaluations": _evaluations(files, left_out),
+        "groups": [*_groups(files, sample_bytes, left_out), *_answers(files, sample_bytes // 3, left_out)],
         "findings": _findings(folder),
         "prompts": _prompts(history, left_out),
         "left_out": left_out,
     }
     data["events"].sort(key=lambda event: (event["step"], event.get("time") or 0.0))
-    data["state"] = _state(data, config, folder, lines)
+    data["state"] = _state(data, config, files, lines)
     return data
 
 
@@ -85,13 +79,14 @@ def curves(lines: Sequence[Mapping[str, Any]], left_out: list[str]) -> Json:
         by_step.setdefault(line["step"], {}).update(line)
     steps = sorted(by_step)
     if len(steps) > MOST_STEPS:
-        chosen = set(evenly(steps, MOST_STEPS)) | {s for s in steps if any(k.startswith("eval/") for k in by_step[s])}
+        chosen = set(evenly(steps, MOST_STEPS))
+        chosen.update(step for step in steps if any(key.startswith("eval/") for key in by_step[step]))
         left_out.append(f"curves have {len(chosen)} of {len(steps)} steps")
         steps = sorted(chosen)
-    tags = sorted({key for step in steps for key, value in by_step[step].items() if _is_number(value)})
-    values = {
-        tag: [_short(by_step[step].get(tag)) for step in steps] for tag in tags if tag not in ("step", "time")
-    }  # fmt: skip
+    tags = {key for step in steps for key, value in by_step[step].items() if _is_number(value)}
+    values = dict[str, list[float | None]]()
+    for tag in sorted(tags - {"step", "time"}):
+        values[tag] = [_short(by_step[step].get(tag)) for step in steps]
     return {"steps": steps, "times": [round(by_step[step]["time"], 1) for step in steps], "values": values}
 
 
@@ -99,7 +94,8 @@ def evenly(items: Sequence[Any], count: int) -> list[Any]:
     """Return `count` of the items, the first and the last among them, or all if there are fewer."""
     if len(items) <= count:
         return list(items)
-    return [items[i] for i in sorted({round(i) for i in np.linspace(0, len(items) - 1, max(1, count))})]
+    places = {round(i) for i in np.linspace(0, len(items) - 1, max(1, count))}
+    return [items[i] for i in sorted(places)]
 
 
 def flat(table: Mapping[str, Any], head: str = "") -> Json:
@@ -125,24 +121,11 @@ def _short(value: Any) -> float | int | None:
     return value if isinstance(value, int) else float(f"{value:.5g}")
 
 
-def _config(folder: Path) -> Json:
-    """Return the keys of config.toml as the run wrote them, also keys of other versions."""
-    with suppress(OSError, ValueError, RecursionError):
-        return flat(tomli.loads(text_of(folder / "config.toml")))
-    return {}
-
-
-def _history(folder: Path) -> History | None:
-    with suppress(OSError):
-        return History.of(folder)
-    return None
-
-
-def _state(data: Json, config: Json, folder: Path, lines: Sequence[Mapping[str, Any]]) -> Json:
+def _state(data: Json, config: Json, files: RunFiles, lines: Sequence[Mapping[str, Any]]) -> Json:
     steps, total = data["curves"]["steps"], config.get("training.steps")
     done = steps[-1] if steps else 0
     finished = isinstance(total, int) and done >= total
-    name = "finished" if finished else "running" if in_use(folder) else "ended early"
+    name = "finished" if finished else "running" if files.active else "ended early"
     return {"name": name, "done": done, "total": total, "last": lines[-1]["time"] if lines else None}
 
 
@@ -157,35 +140,32 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
                "seconds": _short(seconds)}  # fmt: skip
 
 
-def _cuts(folder: Path) -> Iterator[Json]:
+def _cuts(files: RunFiles) -> Iterator[Json]:
     """Yield each change of the run's settings."""
-    for cut in cuts(folder):
+    for cut in files.cuts():
         yield {"kind": "changed", "step": cut.step, "text": clipped(str(cut)), "seconds": None}
 
 
-def _faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
+def _faults(files: RunFiles, lines: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
     """Yield each closed incident with the step in which it was noticed."""
     stepped = [line for line in lines if line["kind"] in ("rl", "fit")]
     times = [line["time"] for line in stepped]
-    path = folder / FAULTS
-    for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            fault = json.loads(raw)
-            if not fault["outcome"]:
-                continue
-            before = bisect_right(times, fault["time"])
-            yield {
-                "kind": "fault",
-                "step": stepped[before - 1]["step"] if before else 0,
-                "time": fault["time"],
-                "text": f"{fault['why']}; {fault['outcome']}",
-                "seconds": _short(fault["seconds"]),
-                "redone": fault.get("redone", 0),
-                "anew": fault.get("anew", 0),
-            }
+    for fault in files.faults():
+        if fault.open:
+            continue
+        before = bisect_right(times, fault.time)
+        yield {
+            "kind": "fault",
+            "step": stepped[before - 1]["step"] if before else 0,
+            "time": fault.time,
+            "text": f"{fault.reason}; {fault.outcome}",
+            "seconds": _short(fault.seconds),
+            "redone": fault.redone,
+            "anew": fault.resampled,
+        }
 
 
-def _saves(history: History | None) -> Iterator[Json]:
+def _saves(history: LedgerHistory | None) -> Iterator[Json]:
     if history is not None:
         for step, trained in history.steps.items():
             if trained.saved:
@@ -195,15 +175,12 @@ def _saves(history: History | None) -> Iterator[Json]:
 # -- evaluations and prompts -------------------------------------------------------------------------------------------
 
 
-def _evaluations(folder: Path, left_out: list[str]) -> list[Json]:
+def _evaluations(files: RunFiles, left_out: list[str]) -> list[Json]:
     """Return each set's mean reward per problem, at each step that evaluated it."""
-    path = folder / "evaluations.jsonl"
     sets: dict[str, dict[int, Json]] = {}
-    for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            line = json.loads(raw)
-            if line["kind"] == "eval":
-                sets.setdefault(line["set"], {})[line["step"]] = line["rewards"]
+    for line in files.evaluations():
+        if line["kind"] == "eval":
+            sets.setdefault(line["set"], {})[line["step"]] = line["rewards"]
     found = []
     for name, by_step in sets.items():
         steps = evenly(sorted(by_step), MOST_EVALUATIONS)
@@ -214,7 +191,9 @@ def _evaluations(folder: Path, left_out: list[str]) -> list[Json]:
                 f"the table of {name} has {len(steps)} of {len(by_step)} evaluations and {len(shown)} of "
                 f"{len(problems)} problems"
             )
-        means = [[_mean(by_step[step].get(problem)) for step in steps] for problem in shown]
+        means = list[list[float | None]]()
+        for problem in shown:
+            means.append([_mean(by_step[step].get(problem)) for step in steps])
         found.append({"set": name, "steps": steps, "problems": shown, "rewards": means})
     return found
 
@@ -225,7 +204,7 @@ def _mean(rewards: Sequence[float | None] | None) -> float | None:
     return round(sum(reward or 0.0 for reward in rewards) / len(rewards), 3)
 
 
-def _prompts(history: History | None, left_out: list[str]) -> list[Json]:
+def _prompts(history: LedgerHistory | None, left_out: list[str]) -> list[Json]:
     """Return the lives of prompts: dropped ones and repeated ones first, the rest evenly."""
     if history is None:
         return []
@@ -235,43 +214,44 @@ def _prompts(history: History | None, left_out: list[str]) -> list[Json]:
     chosen += evenly(sorted(prompts.keys() - set(special)), MOST_PROMPTS - len(chosen))
     if len(chosen) < len(prompts):
         left_out.append(f"lives of {len(chosen)} of {len(prompts)} prompts")
-    return [
-        {
-            "id": id,
-            "turn": prompts[id].turn,
-            "admitted": prompts[id].admitted,
-            "admissions": prompts[id].admissions,
-            "versions": list(prompts[id].versions),
-            "tokens": list(prompts[id].tokens or ()),
-            "rewards": [_short(reward) for reward in prompts[id].rewards or ()],
-            "trained": prompts[id].trained,
-            "dropped": prompts[id].dropped,
-        }
-        for id in sorted(chosen)
-    ]
+    return [_prompt(id, prompts[id]) for id in sorted(chosen)]
+
+
+def _prompt(id: int, prompt: PromptHistory) -> Json:
+    return {
+        "id": id,
+        "turn": prompt.turn,
+        "admitted": prompt.admitted,
+        "admissions": prompt.admissions,
+        "versions": list(prompt.versions),
+        "tokens": list(prompt.tokens or ()),
+        "rewards": list(map(_short, prompt.rewards or ())),
+        "trained": prompt.trained,
+        "dropped": prompt.dropped,
+    }
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
+def _groups(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Json]:
     """Return whole groups of steps that are spread over the run, within `sample_bytes`.
 
     The order of prompts is the same at every step, so that a prompt that returns in a later epoch is shown again.
     """
     try:
-        samples = Samples(folder)
+        samples = files.samples()
     except OSError:
         return []
     if not samples.steps:
         return []
-    tokenizer = tokenizer_of(folder)
+    tokenizer = tokenizer_of(files)
     pieces = None if tokenizer is None else Pieces(tokenizer)  # without one, samples are shown as texts
     per_step = max(1, len(json.dumps([_group(group, pieces) for group in samples.groups(samples.steps[-1])])))
     steps = evenly(samples.steps, max(FEWEST_STEPS, sample_bytes // per_step))
     share, found, total = sample_bytes // len(steps), list[Json](), 0
     for step in steps:
-        groups, gaps = samples.groups(step), _gaps(folder, step)
+        groups, gaps = samples.groups(step), files.gaps(step)
         total += len(groups)
         size = 0
         for group in sorted(groups, key=lambda group: zlib.crc32(group[0].prompt.encode("utf-8", "replace"))):
@@ -289,63 +269,50 @@ def _groups(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
     return found
 
 
-def _answers(folder: Path, sample_bytes: int, left_out: list[str]) -> list[Json]:
+def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Json]:
     """Return the stored answers to the same problems at evaluations that are spread over the run."""
     try:
-        stored = EvaluationAnswers(folder)
+        stored = files.answers()
     except OSError:
         return []
     found: list[Json] = []
     for name in stored.sets:
-        by_step = {step: stored.of_step(step, name)[0] for step in evenly(stored.steps, FEWEST_STEPS)}
         share, problems, size = sample_bytes // len(stored.sets), set[int](), 0
-        groups = {step: list(_by_problem(answers)) for step, answers in by_step.items() if answers}
-        for at in range(max(map(len, groups.values()), default=0)):
-            shown = [_group(each[at], None) for each in groups.values() if at < len(each)]
-            if (size := size + len(json.dumps(shown))) > share and problems:
+        groups = [in_groups(stored.of_step(step, name)) for step in evenly(stored.steps, FEWEST_STEPS)]
+        groups = list(filter(None, groups))
+        for at in range(max(map(len, groups), default=0)):
+            shown = [_group(each[at], None) for each in groups if at < len(each)]
+            size += len(json.dumps(shown))
+            if size > share and problems:
                 break
             problems |= {group["id"] for group in shown}
             found += shown
-        if len(groups) < len(stored.steps) or len(problems) < max(map(len, groups.values()), default=0):
+        if len(groups) < len(stored.steps) or len(problems) < max(map(len, groups), default=0):
             left_out.append(f"answers of {name}: {counted(len(problems), 'problem')} at {len(groups)} evaluations")
     found.sort(key=lambda group: (group["set"], group["step"], group["index"]))
     return found
 
 
-def _by_problem(answers: Sequence[Sample]) -> Iterator[list[Sample]]:
-    for _, group in groupby(answers, key=lambda sample: sample.group):
-        yield list(group)
-
-
 def _findings(folder: Path) -> list[Json]:
     """Return what titan_rl why names, the first suspect first."""
     found = DiagnosedRun.of(folder).diagnosis.findings
-    return [
-        {
-            "rule": each.rule,
-            "severity": "problem" if each.problem else "notice",
-            "text": each.text,
-            "changes": [str(change) for change in each.changes],
-            "advice": each.advice,
-            "effects": [effect.text for effect in each.effects],
-            "samples": [[int(at[1]), int(at[2])] for name in each.samples if (at := SAMPLE.match(name))],
-        }
-        for each in found
-    ]
+    return list(map(_finding, found))
 
 
-def _gaps(folder: Path, step: int) -> dict[tuple[int, ...], list[float]]:
-    """Return the gaps of a step's log-probs by the samples' tokens, if `titan_rl replay --logprobs` wrote them."""
-    path, found = folder / "replays" / f"step-{step}.jsonl", {}
-    for raw in whole_lines(path) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            line = json.loads(raw)
-            found[tuple(line["tokens"])] = line["gaps"]
-    return found
+def _finding(found: RunFinding) -> Json:
+    return {
+        "rule": found.rule,
+        "severity": "problem" if found.problem else "notice",
+        "text": found.text,
+        "changes": list(map(str, found.changes)),
+        "advice": found.advice,
+        "effects": [effect.text for effect in found.effects],
+        "samples": [[example.step, example.prompt_id] for example in found.examples],
+    }
 
 
 def _group(
-    group: Sequence[Sample], pieces: Pieces | None, gaps: Mapping[tuple[int, ...], Sequence[float]] = NO_GAPS
+    group: Sequence[RunSample], pieces: Pieces | None, gaps: Mapping[tuple[int, ...], Sequence[float]] = NO_GAPS
 ) -> Json:
     first = group[0]
     return {
@@ -359,7 +326,7 @@ def _group(
     }
 
 
-def _sample(sample: Sample, pieces: Pieces | None, gaps: Sequence[float]) -> Json:
+def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> Json:
     shown: Json = {
         "index": sample.sample,
         "reward": _short(sample.reward),
@@ -385,7 +352,8 @@ def _sample(sample: Sample, pieces: Pieces | None, gaps: Sequence[float]) -> Jso
 def _message(message: Mapping[str, Any]) -> Json:
     content = message.get("content")
     shown: Json = {"role": str(message.get("role", "")), "content": content if content is None else _text(content)}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         shown["calls"] = [_text(call.get("function", call) if isinstance(call, dict) else call) for call in calls]
     return shown
 

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.tools.inspect.samples import Sample
+from titan_rl.tools.inspect.samples import RunSample
 
 MOST_TOKENS = 4000  # in one sample
 INCOMPLETE = "\ufffd"  # what bytes decode to that are no whole character
@@ -19,7 +19,7 @@ class Pieces:
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
 
-    def segments(self, sample: Sample, gaps: Sequence[float] = ()) -> list[dict[str, Any]]:
+    def segments(self, sample: RunSample, gaps: Sequence[float] = ()) -> list[dict[str, Any]]:
         """Return the runs of read and of sampled tokens, in order. A sampled run has a text, a log-prob and a policy
         version for each token, and its gap to the trainer's log-prob if `gaps` has one per token; a read run, such as
         the prompt, has one text."""
@@ -33,7 +33,8 @@ class Pieces:
                 found.append({"read": self._tokenizer.decode(ids, skip_special=False), "count": len(ids)})
                 continue
             ages = [next(versions, 0) for _ in tokens]
-            if (count := count + len(tokens)) > MOST_TOKENS:
+            count = count + len(tokens)
+            if count > MOST_TOKENS:
                 found.append({"read": f"… ({len(tokens):,} more tokens)", "count": 0})
                 break
             logprobs = [None if logprob is None else round(logprob, 3) for _, _, logprob in tokens]

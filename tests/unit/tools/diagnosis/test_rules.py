@@ -11,11 +11,12 @@ import pytest
 
 from support.metric_histories import Line, config, metrics, ramp
 from titan_rl.config.sections import Config
-from titan_rl.tools.diagnosis.answers import Answer, AnswerFacts
-from titan_rl.tools.diagnosis.findings import Suspicion
-from titan_rl.tools.diagnosis.history import History
+from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
+from titan_rl.tools.diagnosis.history import MetricsHistory
 from titan_rl.tools.diagnosis.ranking import Diagnosis, diagnose
-from titan_rl.tools.diagnosis.watch import Watch
+from titan_rl.tools.diagnosis.watch import MetricsWatch
+from titan_rl.tools.inspect.reward_audit import JudgedSample, Suspicion
+from titan_rl.tools.inspect.samples import RunSample
 
 GRPO, SMOL = config(), config("grpo_smollm2")
 GSPO, GSPO_4 = config("gspo_llama", rollout__max_staleness_steps=1), config("gspo_llama", algorithm__minibatches=4)
@@ -24,7 +25,7 @@ ANCHORED, COLD = config(algorithm__kl_coef=0.01), config(rollout__temperature=0.
 
 
 def found(lines: list[Line], cfg: Config, answers: AnswerFacts | None = None) -> Diagnosis:
-    return diagnose(History(lines, cfg, answers))
+    return diagnose(MetricsHistory(lines, cfg, answers))
 
 
 def first(diagnosis: Diagnosis) -> tuple[str, str]:
@@ -35,7 +36,7 @@ def first(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def warned(lines: list[Line], cfg: Config) -> list[tuple[int, str]]:
     """Return the warnings of a run, with the step that gave rise to each."""
-    watch, warnings = Watch(cfg), list[tuple[int, str]]()
+    watch, warnings = MetricsWatch(cfg), list[tuple[int, str]]()
     for line in lines:
         if line["kind"] == "eval":
             watch.score(line["step"], line)
@@ -44,7 +45,7 @@ def warned(lines: list[Line], cfg: Config) -> list[tuple[int, str]]:
     return warnings
 
 
-def facts(answers: list[Answer]) -> AnswerFacts:
+def facts(answers: list[RunSample]) -> AnswerFacts:
     total = AnswerFacts()
     for answer in answers:
         total.add(answer)
@@ -52,12 +53,18 @@ def facts(answers: list[Answer]) -> AnswerFacts:
     return total
 
 
+def sample(step: int, prompt_id: int, number: int, **fields: Any) -> RunSample:
+    known: dict[str, Any] = {"prompt": "p", "answer": "4711", "text": "t", "finish": "stop", "reward": 0.0}
+    known |= {"group": 0, "penalty": 0.0, "advantage": 0.0, "sampled": 1}
+    return RunSample(step=step, prompt_id=prompt_id, sample=number, **(known | fields))
+
+
 def answers(
     steps: int, text: Callable[[int, int], str], reward: Callable[[int, int], float | None], **fields: Any
-) -> list[Answer]:
+) -> list[RunSample]:
     """Return four answers to each of eight prompts in every step, which all ask for 4711."""
     return [
-        Answer(step, 8 * step + p, j, f"prompt {p}", "4711", text(p, j), reward(p, j), False, (), **fields)
+        sample(step, 8 * step + p, j, prompt=f"prompt {p}", text=text(p, j), reward=reward(p, j), **fields)
         for step in range(1, steps + 1)
         for p in range(8)
         for j in range(4)
@@ -311,7 +318,7 @@ def test_engines_that_disagree_are_the_cause_of_the_collapse_that_follows() -> N
         gap = {"logprob_gap/mean": 0.4, "logprob_gap/mult": 1.6, "logprob_gap/max": 5.0} if step >= 5 else {}
         return gap | collapsed(step, line)
 
-    tokens = [Answer(1, 1, j, "p", "4711", "t", 0.0, False, (-6.0, -0.1, -0.1, -0.2)) for j in range(8)]
+    tokens = [sample(1, 1, j, logprobs=(-6.0, -0.1, -0.1, -0.2), mask=(1, 1, 1, 1)) for j in range(8)]
     diagnosis = found(metrics(40, GRPO, change=change), GRPO, facts(tokens))
     assert diagnosis.problems[0].rule == "gap"
     assert "from step 5 on" in diagnosis.problems[0].text
@@ -490,7 +497,7 @@ def test_a_reward_that_leaves_the_held_out_score_behind_is_named() -> None:
 def test_what_the_audit_suspects_is_a_problem() -> None:
     said = "one text answers prompts with 9 different references"
     samples = facts(answers(8, lambda p, j: "a|b|c", lambda p, j: 1.0))
-    samples.suspicions = [Suspicion("one_answer", said, ("step 8, prompt 64, sample 0",), 64)]
+    samples.suspicions = [Suspicion("one_answer", said, [JudgedSample.of(sample(8, 64, 0), 1.0)])]
     diagnosis = found(metrics(30, GRPO), GRPO, samples)
     assert first(diagnosis) == ("one_answer", "task.reward")
     assert diagnosis.problems[0].text == said
@@ -668,7 +675,7 @@ def written(folder: Path, lines: Sequence[Line]) -> Path:
 
 
 def test_a_rule_that_fails_is_one_warning_and_no_error(tmp_path: Path) -> None:
-    watch = Watch(GRPO)
+    watch = MetricsWatch(GRPO)
     lines = metrics(5, GRPO, change=lambda step, line: {"completions/max_length": "long"} if step > 2 else {})
     watch.restart(written(tmp_path, lines[:3]))
     broken = [{**line, "entropy": math.nan, "step": "four"} for line in lines[3:]]
@@ -681,7 +688,7 @@ def test_a_rule_that_fails_is_one_warning_and_no_error(tmp_path: Path) -> None:
 def test_a_resumed_run_begins_with_the_lines_before_and_repeats_no_warning(tmp_path: Path) -> None:
     cfg = config(optimizer__lr=0.03)
     lines = metrics(40, cfg, change=collapsed)
-    watch = Watch(cfg)
+    watch = MetricsWatch(cfg)
     watch.restart(written(tmp_path, lines[:12]))
     assert [bool(watch.step(line)) for line in lines[12:15]] == [True, False, False]
     watch.restart(written(tmp_path, lines[:12]))  # a rewind

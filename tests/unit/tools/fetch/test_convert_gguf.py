@@ -107,7 +107,7 @@ def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path: Path, model: L
 def test_what_cannot_be_converted_is_named(tmp_path: Path, model: LlamaForCausalLM) -> None:
     def refusal(**wrong: str) -> str:
         write_gguf(tmp_path / "odd.gguf", model, **wrong)
-        with pytest.raises(convert_gguf.Refused) as refused:
+        with pytest.raises(convert_gguf.GgufRefused) as refused:
             convert_gguf.main(tmp_path / "odd.gguf", tmp_path / "hf")
         return str(refused.value)
 
@@ -135,5 +135,5 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, model: LlamaForCausal
 )
 def test_models_of_another_shape_are_refused(facts: dict[str, object], found: str) -> None:
     shape = {"llama.attention.head_count": 4, "llama.embedding_length": 64} if facts else {}
-    with pytest.raises(convert_gguf.Refused, match=found):
+    with pytest.raises(convert_gguf.GgufRefused, match=found):
         convert_gguf.hf_config({"general.architecture": "llama", **shape, **facts}, tied=True)

@@ -3,37 +3,19 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import compress
+from typing import TYPE_CHECKING
 
-from titan_rl.tools.diagnosis.findings import Suspicion
+if TYPE_CHECKING:  # a run that only watches its metrics reads no samples
+    from titan_rl.tools.inspect.reward_audit import Suspicion
+    from titan_rl.tools.inspect.samples import RunSample
 
 UNLIKELY = math.log(0.01)
 """Log-prob below which the engines' rounding of a token weighs most: a ratio of two small numbers."""
 NAMED = 3  # samples that are named per finding
 MOST_TEXTS = 10_000  # distinct texts that are counted
-
-
-class Answer(NamedTuple):
-    """One rollout, reduced to the fields that rules read."""
-
-    step: int
-    prompt_id: int
-    sample: int
-    prompt: str
-    reference: str
-    text: str
-    reward: float | None
-    truncated: bool
-    logprobs: Sequence[float]  # one per sampled token
-    status: str = "completed"
-    error: str = ""
-    parts: Mapping[str, float] = {}
-
-    @property
-    def name(self) -> str:
-        return f"step {self.step}, prompt {self.prompt_id}, sample {self.sample}"
 
 
 @dataclass(slots=True)
@@ -43,26 +25,18 @@ class Bucket:
     count: int = 0
     rewarded: int = 0
     reward: float = 0.0
-    examples: list[Answer] = field(default_factory=list)  # the latest NAMED
+    examples: "list[RunSample]" = field(default_factory=list)  # the latest NAMED
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: "RunSample") -> None:
         self.count += 1
         if answer.reward is not None:
             self.rewarded += 1
             self.reward += answer.reward
-        self.examples = [*self.examples[1 - NAMED :], answer._replace(logprobs=(), text=answer.text[:80])]
+        self.examples = [*self.examples[1 - NAMED :], answer]
 
     @property
     def mean(self) -> float:
         return self.reward / self.rewarded if self.rewarded else math.nan
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(answer.name for answer in self.examples)
-
-    @property
-    def prompt(self) -> int | None:
-        return self.examples[0].prompt_id if self.examples else None
 
 
 @dataclass(slots=True)
@@ -95,11 +69,11 @@ class AnswerFacts:
     group_prompts: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)  # by place: first, last, inside
     unlikely: Counter[str] = field(default_factory=Counter)  # the same, for tokens less likely than UNLIKELY
-    suspicions: Sequence[Suspicion] = ()  # by the audit of rewards, if the run's folder is read
+    suspicions: "Sequence[Suspicion]" = ()  # by the audit of rewards, if the run's folder is read
     best: float = -math.inf
     worst: float = math.inf
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: "RunSample") -> None:
         """Add one answer. The answers of a step follow each other."""
         if answer.step != self.last:
             self.close_step()
@@ -109,19 +83,21 @@ class AnswerFacts:
             self.texts.add(hash(answer.text))
         (self.cut if answer.truncated else self.whole).add(answer)
         self.statuses.setdefault(answer.status, Bucket()).add(answer)
-        for name, value in answer.parts.items():
+        for name, value in answer.rewards.items():
+            if value is None:
+                continue
             self.part_most[name] = max(self.part_most.get(name, -math.inf), value)
             if value <= 0:
                 self.parts.setdefault(name, Bucket()).add(answer)
-        places = len(answer.logprobs)
-        for place, logprob in enumerate(answer.logprobs):
-            where = "first" if place == 0 else "last" if place == places - 1 else "inside"
+        logprobs = [each for each in compress(answer.logprobs, answer.mask) if each is not None]
+        for place, logprob in enumerate(logprobs):
+            where = "first" if place == 0 else "last" if place == len(logprobs) - 1 else "inside"
             self.tokens[where] += 1
             self.unlikely[where] += logprob < UNLIKELY
         if answer.reward is None:
             self.unrewarded.add(answer)
             return
-        if answer.reward <= 0 and names(answer.text, answer.reference):
+        if answer.reward <= 0 and names(answer.text, answer.answer):
             self.missed.add(answer)
         if len(self.rewards) < 100 or answer.reward in self.rewards:
             self.rewards[answer.reward] += 1

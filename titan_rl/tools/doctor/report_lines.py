@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_rl.tools.doctor.installed import ENGINES, Packages, Wanted, satisfies
-from titan_rl.tools.doctor.machine_facts import Disk, Facts
+from titan_rl.tools.doctor.machine_facts import Disk, MachineFacts
 from titan_rl.tools.doctor.verdicts import Problem, size
 
 SCHEMA = 2  # version of the JSON: raised when a key disappears or changes its meaning
@@ -16,7 +16,7 @@ GOOD = "no problems found: a run on the CPU would work"
 MARKS = {"error": "✗", "warning": "!"}
 
 
-def as_json(facts: Facts, problems: Sequence[Problem]) -> str:
+def as_json(facts: MachineFacts, problems: Sequence[Problem]) -> str:
     """Return everything as JSON, in which the home folder is ~."""
     report = {
         "schema": SCHEMA,
@@ -39,7 +39,7 @@ def without_home(value: Any, home: str = os.path.expanduser("~")) -> Any:
     return value
 
 
-def print_screen(facts: Facts, problems: Sequence[Problem]) -> None:
+def print_screen(facts: MachineFacts, problems: Sequence[Problem]) -> None:
     rows = [(label, without_home(text)) for label, text in describe(facts)]
     title = f"titan_rl {facts.identity['titan_rl']} on this machine"
     listed = [Problem(p.level, without_home(p.text), without_home(p.remedy)) for p in problems]
@@ -74,7 +74,7 @@ def print_plain(title: str, rows: Sequence[tuple[str, str]], problems: Sequence[
     print(text.encode(encoding, "replace").decode(encoding))
 
 
-def describe(facts: Facts) -> Iterator[tuple[str, str]]:
+def describe(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows of the screen: a label and its text."""
     own, cpu, memory, limits, sockets = facts.identity, facts.cpu, facts.memory, facts.limits, facts.sockets
     kernel, gpu = facts.kernel, facts.gpu
