@@ -1,4 +1,4 @@
-"""Shipped configs that stand for all of them where a check takes long. The others are marked slow."""
+"""The shipped configs that are checked where a check takes long. The others are marked slow."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,7 @@ REPRESENTATIVES = (
     "ppo_reward_model_llama",  # a critic, a reference and a reward model
     "reward_model_llama",
     "sft_llama",
-)
+)  # they have every feature: tests/unit/config/test_toml.py
 
 
 def slow_except(kept: Iterable[str], names: Iterable[str]) -> list[Any]:
@@ -29,7 +29,7 @@ def slow_except(kept: Iterable[str], names: Iterable[str]) -> list[Any]:
 
 
 def features(name: str) -> set[str]:
-    """Return what makes checks of a shipped config go other ways than those of another."""
+    """Return the features of a shipped config that checks have branches for."""
     config = load(find(name))
     present = {
         "agent": config.task.agent,
