@@ -19,7 +19,7 @@ from titan_rl.config.sections import (
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.types import Batch, Sample
 
-STEPS = 10
+STEPS = 4
 LAYOUTS = {
     "fsdp2": ParallelismSection(data_parallel_shard_degree=2),
     "tp2": ParallelismSection(tensor_parallel_degree=2),
@@ -35,7 +35,7 @@ def config(folder: Path, parallelism: ParallelismSection, **model: object) -> Co
     return Config(
         job=JobSection(dump_folder=str(folder)),
         model=replace(ModelSection(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96), **model),
-        training=TrainingSection(steps=STEPS, seq_len=64, local_batch_size=2),
+        training=TrainingSection(steps=10, seq_len=64, local_batch_size=2),  # of which tests make fewer
         optimizer=OptimizerSection(lr=1e-3),
         algorithm=AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
         parallelism=parallelism,

@@ -87,7 +87,9 @@ def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RL)
 def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> None:
-    run = runs.finish(tmp_path / "run", f"{name}_llama", **{**STEPS, **DENSE, **RL[name]})
+    """From random weights, whose answers have rewards that differ."""
+    keys: dict[str, Any] = {**STEPS, **DENSE, "cold_start__steps": 0, **RL[name]}
+    run = runs.finish(tmp_path / "run", f"{name}_llama", **keys)
     lines = steps(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:

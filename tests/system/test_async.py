@@ -15,7 +15,7 @@ from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import Clock
 
 DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 3e-3}
-LAGGING: dict[str, Any] = {"eval__interval": 0, "checkpoint__interval": 100, **DENSE}
+LAGGING: dict[str, Any] = {"cold_start__steps": 0, "eval__interval": 0, "checkpoint__interval": 100, **DENSE}
 
 
 def rollouts(run: Run) -> list[dict[str, Any]]:

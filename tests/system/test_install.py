@@ -118,10 +118,8 @@ def test_pip_takes_over_where_uv_fails(checkout: Checkout, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", ["no home", "a file"])
-def test_a_cache_that_cannot_be_written_is_replaced_at_once(tmp_path: Path, case: str) -> None:
+def test_a_cache_that_cannot_be_written_is_replaced_at_once(checkout: Checkout, tmp_path: Path, case: str) -> None:
     """By the real uv's own in .venv, with one line."""
-    checkout = clone(tmp_path)
-    checkout.add_torch()
     env, file = with_uv(tmp_path), tmp_path / "file"
     file.touch()
     if case == "no home":

@@ -41,9 +41,10 @@ LAST = {"fast": 6, "slow": 12}
 SHARED: dict[str, Any] = SMALL | {"cold_start.steps": 0, "training.steps": LAST["fast"]}
 
 
-def started(runs: Runs, folder: Path, dp: int) -> Run:
+def started(runs: Runs, folder: Path) -> Run:
+    """Start them on two trainer ranks: test_policies.py trains policies on one."""
     config, tables = folder.with_suffix(".toml"), dict[str, dict[str, Any]]()
-    for key, value in (SHARED | {"parallelism.data_parallel_shard_degree": dp}).items():
+    for key, value in SHARED.items():
         tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
     shared = [f"{section}.{key} = {value}" for section, table in tables.items() for key, value in table.items()]
     config.write_text('base = "grpo_llama"\n' + "\n".join(shared) + POLICIES)
@@ -78,23 +79,19 @@ def audited(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Finished runs with one and with two trainer ranks."""
-    folders, runs = dict[int, Path](), Runs()
-    for dp in (1, 2):
-        folders[dp] = tmp_path_factory.mktemp(f"dp{dp}") / "run"
-        run = started(runs, folders[dp], dp)
-        out = run.finish()
-        assert run.code == 0, out
-        assert "fast: finished: 6 steps" in out
-        assert "slow: finished: 12 steps" in out
-    return folders
+def together(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run's folder."""
+    run = started(runs, tmp_path_factory.mktemp("together") / "run")
+    out = run.finish()
+    assert run.code == 0, out
+    assert "fast: finished: 6 steps" in out
+    assert "slow: finished: 12 steps" in out
+    return run.folder
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_each_policy_is_as_if_it_trained_alone(runs: Runs, together: dict[int, Path], dp: int, tmp_path: Path) -> None:
+def test_each_policy_is_as_if_it_trained_alone(runs: Runs, together: Path, tmp_path: Path) -> None:
     """Alone: the policy's own config.toml, in another folder."""
-    for name, run in policies(together[dp]).items():
+    for name, run in policies(together).items():
         alone = runs.finish(tmp_path / name, str(run.folder / "config.toml"), small=False)
         alike(run, alone)
         assert run.lines("metrics.jsonl")[-1]["step"] == LAST[name]
@@ -105,11 +102,11 @@ def test_each_policy_is_as_if_it_trained_alone(runs: Runs, together: dict[int, P
 
 
 def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes_every_policy(
-    runs: Runs, together: dict[int, Path], tmp_path: Path
+    runs: Runs, together: Path, tmp_path: Path
 ) -> None:
     """A rank dies; then Ctrl-C; then a generator dies, and the run is killed. Each policy makes the same steps."""
     folder = tmp_path / "run"
-    run = started(runs, folder, 2)
+    run = started(runs, folder)
     run_of(run, "slow").wait_for_step(3)
     os.kill(run.workers()["trainer[dp=1 tp=0]"], signal.SIGKILL)
     out = run.finish()
@@ -117,7 +114,7 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes_every_policy(
     assert "trainer[dp=1 tp=0] died" in out
     assert f"slow: the same command resumes from RL step 2 in {folder / 'policies' / 'slow'}" in out
 
-    run = started(runs, folder, 2)
+    run = started(runs, folder)
     run_of(run, "slow").wait_for_step(5)
     run.process.send_signal(signal.SIGINT)
     out = run.finish()
@@ -126,7 +123,7 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes_every_policy(
         step = policy.lines("metrics.jsonl")[-1]["step"]
         assert f"{name}: the same command resumes from RL step {step}" in out or (policy.folder / "hf").exists()
 
-    run = started(runs, folder, 2)
+    run = started(runs, folder)
     reached = run_of(run, "slow").lines("metrics.jsonl")[-1]["step"]
     run_of(run, "slow").wait_for_step(reached + 1)
     os.kill(run.workers()["generator0[tp=0]"], signal.SIGKILL)
@@ -134,11 +131,11 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes_every_policy(
     assert run.written("faults.jsonl")[-1]["outcome"] == "back"
     run.process.kill()
     run.finish()
-    run = started(runs, folder, 2)
+    run = started(runs, folder)
     out = run.finish()
     assert run.code == 0, out
     for name, policy in policies(folder).items():
-        alike(policy, policies(together[2])[name])
+        alike(policy, policies(together)[name])
         assert "nothing lost, nothing twice, nothing stale" in audited(policy.folder)
 
 
@@ -147,7 +144,7 @@ def run_of(run: Run, name: str) -> Run:
     return Run(run.folder / "policies" / name, run.process)
 
 
-def test_a_finished_run_of_policies_trains_nothing(runs: Runs, together: dict[int, Path]) -> None:
-    run = started(runs, together[1], 1)
+def test_a_finished_run_of_policies_trains_nothing(runs: Runs, together: Path) -> None:
+    run = started(runs, together)
     assert "nothing is left to train" in run.finish()
     assert run.code == 0

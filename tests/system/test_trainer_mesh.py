@@ -28,8 +28,7 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.reports import StepStats
 
-ROLE_STEPS = 4
-AC_STEPS = 4
+ROLE_STEPS = 3
 TINY = ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=96)
 
 
@@ -87,13 +86,13 @@ def test_recomputed_activations_change_no_loss_and_no_name(
     async def body() -> tuple[list[StepStats], set[str]]:
         async with trainer(recomputing) as mesh:
             await mesh.begin_phase("rl", 0)
-            stats = [await mesh.step([batches(samples(step), mesh)]) for step in range(AC_STEPS)]
+            stats = [await mesh.step([batches(samples(step), mesh)]) for step in range(STEPS)]
             names = {shard.name for shards in await mesh.shards() for shard in shards}
             await mesh.export(str(tmp_path / "hf"))
             return stats, names
 
     stats, names = asyncio.run(body())
-    assert_same(stats, one_process["llama3"][:AC_STEPS])
+    assert_same(stats, one_process["llama3"])
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     with safe_open(file, "pt") as exported:
         assert set(exported.keys()) == names

@@ -27,8 +27,7 @@ def device_of(config: Config, gpus: int) -> Literal["cpu", "cuda"]:
 def on_device(config: Config, device: str) -> Config:
     """Return the config without "auto" in the keys that `device`, "cpu" or "cuda", decides. It resolves to itself."""
     g, t, cuda = config.generator, config.training, device == "cuda"
-    computes: list[Dtype] = [key for key in (t.mixed_precision_param, g.dtype) if cuda and key != "auto"]
-    compute = (computes or ["bfloat16" if cuda else "float32"])[0]
+    compute = dtype_of_products(config, device)
     recompute = "selective" if cuda and t.seq_len >= RECOMPUTED_FROM else "none"
     batched = max(BATCHED_TOKENS, g.max_model_len or t.seq_len, g.max_num_seqs) if cuda else 0
     forward = chosen(t.mixed_precision_param, compute)
@@ -57,6 +56,13 @@ def on_device(config: Config, device: str) -> Config:
     )
 
 
+def dtype_of_products(config: Config, device: str) -> Dtype:
+    """Return the dtype in which trainers and engines compute where their key is "auto"."""
+    keys: list[Any] = [config.training.mixed_precision_param, config.generator.dtype]
+    given: list[Dtype] = [key for key in keys if device == "cuda" and key != "auto"]
+    return (given or ["bfloat16" if device == "cuda" else "float32"])[0]
+
+
 def chosen(value: Any, otherwise: Any) -> Any:
     return otherwise if value == "auto" else value
 
@@ -72,7 +78,8 @@ def keeps(config: Config) -> bool:
 def compiles(config: Config, device: str) -> bool:
     """Return whether the trainers' blocks are compiled on `device`, "cpu" or "cuda"."""
     if config.compile.enable == "auto":
-        return device == "cuda" and on_device(config, device).training.mixed_precision_param == "bfloat16"
+        forward = chosen(config.training.mixed_precision_param, dtype_of_products(config, device))
+        return device == "cuda" and forward == "bfloat16"
     return config.compile.enable
 
 

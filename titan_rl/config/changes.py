@@ -1,5 +1,6 @@
 """Reads and changes keys of a Config by their dotted names, such as "training.steps"."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ def valued(config: Config, key: str) -> Any:
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
     """Return the config with other values of some keys."""
+    by_section = defaultdict[str, dict[str, Any]](dict)
     for key, value in keys.items():
         section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
+        by_section[section][name] = value
+    return replace(config, **{section: replace(getattr(config, section), **own) for section, own in by_section.items()})
 
 
 def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.flash_on_cpu import flash_on_cpu
+from support.named import case_named
 from support.packed_rows import groups_of
 from support.shapes import TINY
 from support.whole_model import whole_model
@@ -237,14 +239,13 @@ def test_gathered_keys_have_the_gradients_of_indexing(samples: list[Sample]) -> 
             check_gathers(rows.segments)
 
 
-@pytest.mark.parametrize("before", range(4))
-@pytest.mark.parametrize("prefix", range(1, 6))
-@pytest.mark.parametrize("answers", range(1, 4))
-def test_keys_of_prefixes_of_any_length_at_any_place(before: int, prefix: int, answers: int) -> None:
+def test_keys_of_prefixes_of_any_length_at_any_place() -> None:
     """A prefix of three places behind others, with a single answer, ended a run: two sizes of 1 were padded as one."""
-    begin = before + prefix
-    own = [(begin + 2 * n, 2, before, prefix) for n in range(answers)]  # begin, length; prefix begin, prefix length
-    check_gathers(np.array([*[(0, before, 0, 0)][: before > 0], (before, prefix, 0, 0), *own]))
+    for before, prefix, answers in product(range(4), range(1, 6), range(1, 4)):
+        begin = before + prefix
+        own = [(begin + 2 * n, 2, before, prefix) for n in range(answers)]  # begin, length; prefix begin, prefix length
+        with case_named((before, prefix, answers)):
+            check_gathers(np.array([*[(0, before, 0, 0)][: before > 0], (before, prefix, 0, 0), *own]))
 
 
 def test_an_attention_of_others_is_refused() -> None:

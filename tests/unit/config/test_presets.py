@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.folders import write_hf, write_models
+from support.shipped_configs import REPRESENTATIVES, slow_except
 from titan_rl.config.presets import PRESETS, resolve
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config, ModelSection, PreferenceAlgorithm
 from titan_rl.config.toml import find, load, schema, shipped, to_toml
@@ -208,7 +209,11 @@ def test_every_preset_has_a_shipped_config_or_differs_from_grpo_in_the_loss_alon
     assert all(PRESETS[name].keys() <= of_the_loss for name in unshipped)
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if not load(find(name)).hosts.gpu_memory_gb])
+NOT_PLANNED = [name for name in shipped() if not load(find(name)).hosts.gpu_memory_gb]
+QUICK = [*REPRESENTATIVES, *(name for name in NOT_PLANNED if "smollm2" not in name)]  # its data set takes a second
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, NOT_PLANNED))
 def test_a_shipped_config_runs_where_its_roles_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # theirs are relative to where a run is started
     config = load(find(name))

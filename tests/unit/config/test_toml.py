@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.shipped_configs import REPRESENTATIVES, features
 from titan_rl.config import toml as config_file
 from titan_rl.config.choices import FamilyChoice, NestedTables, Table, Tables
 from titan_rl.config.foreign_names import KEYS, foreign_hint
@@ -339,6 +340,12 @@ def test_find_refuses_what_is_no_name(name: str) -> None:
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_configs_load(name: str) -> None:
     load(find(name))
+
+
+def test_representatives_have_every_feature_of_the_shipped_configs() -> None:
+    of_all = set().union(*map(features, shipped()))
+    assert of_all == set().union(*map(features, REPRESENTATIVES))
+    assert of_all > {"rl", "agent", "policies", "experts", "hosts", "critic", "teacher"}
 
 
 def test_reading_a_config_imports_no_torch() -> None:

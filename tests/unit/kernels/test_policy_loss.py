@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.loss_cases import Case, Outcome, case, outcome, soiled
+from support.named import case_named
 from titan_rl.config.sections import Clip, Level
 from titan_rl.kernels.kl import Estimator
 from titan_rl.kernels.off_policy import OffPolicy, Rejection, Weight
@@ -60,9 +61,6 @@ def assert_same(got: Outcome, want: Outcome, tolerance: float) -> None:
         assert mine.keys() == theirs.keys(), kind
         for key, value in theirs.items():
             same(f"{kind} {key}", mine[key], value, terms=want.by_logprob.numel())
-
-
-EVERY_SURROGATE = pytest.mark.parametrize("surrogate", SURROGATES, ids=name)
 
 
 def held(x: float) -> float:
@@ -143,16 +141,16 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
     return total, sums
 
 
-@EVERY_SURROGATE
-def test_the_loss_is_its_definition(surrogate: Surrogate) -> None:
-    seed = SURROGATES.index(surrogate)
-    at = case(seed, proximal=seed % 2 > 0)
-    loss, statistics = policy_loss(at.logprob, at.entropy, at.tokens, surrogate)
-    want, sums = by_hand(at, surrogate)
-    assert float(loss) == pytest.approx(want, rel=1e-9, abs=1e-9)
-    assert {k: float(v) for k, v in statistics.tokens.items()} == pytest.approx(
-        sums | {k: sums[k] for k in ("clip_ratio/low", "clip_ratio/high", "clip_ratio/dual")}, rel=1e-9, abs=1e-9
-    )
+def test_the_loss_is_its_definition() -> None:
+    for seed, surrogate in enumerate(SURROGATES):
+        at = case(seed, proximal=seed % 2 > 0)
+        with case_named(name(surrogate)):
+            loss, statistics = policy_loss(at.logprob, at.entropy, at.tokens, surrogate)
+            want, sums = by_hand(at, surrogate)
+            assert float(loss) == pytest.approx(want, rel=1e-9, abs=1e-9)
+            sums |= {key: sums[key] for key in ("clip_ratio/low", "clip_ratio/high", "clip_ratio/dual")}
+            found = {key: float(value) for key, value in statistics.tokens.items()}
+            assert found == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
 
 @settings(deadline=None)
@@ -168,12 +166,15 @@ DIFFERENTIATED = [
 ]
 
 
-@pytest.mark.parametrize("surrogate", DIFFERENTIATED, ids=name)
-def test_the_gradient_is_the_numerical_one(surrogate: Surrogate) -> None:
+def test_the_gradient_is_the_numerical_one() -> None:
     """Test the settings that differentiate their whole loss: cispo and the sequence ratio stop gradients by design."""
     at = case(3, rows=1, length=24, far=2.0)
     logprob, entropy = at.logprob.clone().requires_grad_(), at.entropy.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, y: policy_loss(x, y, at.tokens, surrogate)[0], (logprob, entropy))
+    for surrogate in DIFFERENTIATED:
+        with case_named(name(surrogate)):
+            assert torch.autograd.gradcheck(
+                lambda x, y, surrogate=surrogate: policy_loss(x, y, at.tokens, surrogate)[0], (logprob, entropy)
+            )
 
 
 @pytest.mark.parametrize("clip", ["ppo", "none"])
@@ -224,11 +225,14 @@ def test_on_policy_the_gradient_is_minus_the_advantage(ratio: str, clip: str) ->
     assert all(float(s.tokens[f"clip_ratio/{side}"]) == 0 for side in ("low", "high", "dual"))
 
 
-@EVERY_SURROGATE
-def test_what_lies_under_the_mask_is_never_seen(surrogate: Surrogate) -> None:
-    clean = outcome(policy_loss, case(4), surrogate)
-    for dirt in (math.nan, math.inf):
-        assert_same(outcome(policy_loss, soiled(case(4), dirt), surrogate), clean, tolerance=0.0)
+def test_what_lies_under_the_mask_is_never_seen() -> None:
+    at = case(4)
+    dirty = [soiled(at, dirt) for dirt in (math.nan, math.inf)]
+    for surrogate in SURROGATES:
+        with case_named(name(surrogate)):
+            clean = outcome(policy_loss, at, surrogate)
+            for each in dirty:
+                assert_same(outcome(policy_loss, each, surrogate), clean, tolerance=0.0)
 
 
 def one_token(log_ratio: float, advantage: float, surrogate: Surrogate) -> dict[str, int]:
@@ -261,15 +265,15 @@ def test_only_the_clip_that_binds_is_counted(clip: Clip, log_ratio: float, advan
     assert {side for side, count in counted.items() if count} == binding
 
 
-@EVERY_SURROGATE
-def test_a_huge_log_ratio_stays_finite(surrogate: Surrogate) -> None:
+def test_a_huge_log_ratio_stays_finite() -> None:
     at = case(6, dtype=torch.float32)
-    for log_ratio in (200.0, -200.0):
-        got = outcome(policy_loss, Case(at.logprob + log_ratio, at.entropy, at.tokens), surrogate)
-        assert torch.isfinite(got.loss)
-        assert torch.isfinite(got.by_logprob).all()
-        s = got.statistics
-        assert all(torch.isfinite(v) for v in (*s.tokens.values(), *s.maxima.values(), *s.minima.values()))
+    for surrogate, log_ratio in product(SURROGATES, (200.0, -200.0)):
+        with case_named(name(surrogate)):
+            got = outcome(policy_loss, Case(at.logprob + log_ratio, at.entropy, at.tokens), surrogate)
+            assert torch.isfinite(got.loss)
+            assert torch.isfinite(got.by_logprob).all()
+            s = got.statistics
+            assert all(torch.isfinite(v) for v in (*s.tokens.values(), *s.maxima.values(), *s.minima.values()))
 
 
 @pytest.mark.parametrize("padding", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 from support.folders import write_header, write_hf, write_models
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
+from support.shipped_configs import REPRESENTATIVES, features, slow_except
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
@@ -17,8 +18,6 @@ from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
-# Their model needs a network the first time.
-FETCHED = ("grpo_smollm2", "grpo_smollm2_lora", "grpo_smollm2_mixed", "policies_smollm2")
 GPU_CONFIGS = {
     "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "no byte leaves its host"]),
     "grpo_llama3_8b_colocated": (LLAMA_8B, ["FSDP2 8", "vLLM x 8", "sleeping engine", "waiting trainer"]),
@@ -45,6 +44,7 @@ GPU_CONFIGS = {
         ["FSDP2 16, experts over 8", "1.91B own parameters x 4", "2: received weights 56.9 GiB"],
     ),
 }
+UNFETCHED = [name for name in REPRESENTATIVES if "fetched" not in features(name)]  # a fetch takes half a minute
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_snapshots_that_exceed_a_hosts_memory_are_refused(
     assert "besides its processes, found 256; fault.snapshot_interval = 0 needs 65.7 GiB" in err
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if name not in (*GPU_CONFIGS, *FETCHED)])
+@pytest.mark.parametrize("name", slow_except(UNFETCHED, [name for name in shipped() if name not in GPU_CONFIGS]))
 def test_every_tiny_config_is_ready(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from support.folders import write_header, write_hf
 from support.shapes import LLAMA_8B, QWEN_600M
+from support.shipped_configs import REPRESENTATIVES, slow_except
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import find, load, shipped
@@ -28,7 +29,7 @@ def changes(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z_]+\.[a-z0-9_]+): (.* -> .*)$", printed, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", slow_except(REPRESENTATIVES, shipped()))
 def test_every_shipped_config_is_ready_at_tiny_scale(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
