@@ -17,7 +17,7 @@ from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.kernels.pack_weights import pack
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Run, Shard, plan
+from titan_rl.wire.weight_plan import RunOfCopies, Shard, plan
 
 LLAMA_70B = ModelShape(
     family="llama3",
@@ -96,7 +96,7 @@ def random_params(held: Sequence[Shard]) -> dict[str, Tensor]:
 
 
 def ways_to_pack(
-    held: Mapping[str, Tensor], outgoing: Mapping[int, Run], source: Tensor, sent: torch.dtype
+    held: Mapping[str, Tensor], outgoing: Mapping[int, RunOfCopies], source: Tensor, sent: torch.dtype
 ) -> dict[str, Callable[[], Any]]:
     same, flat = torch.zeros_like(source), torch.zeros_like(source, dtype=sent)
     buffers = {r: torch.zeros(sum(c.elements for c in run), dtype=sent) for r, run in outgoing.items()}

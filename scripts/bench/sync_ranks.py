@@ -28,7 +28,7 @@ from titan_rl.ext.broadcast.rosters import Roster
 from titan_rl.kernels.pack_weights import pack, window
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
+from titan_rl.wire.weight_plan import Copy, Piece, RunOfCopies, Shard
 from titan_rl.wire.weight_source import HostCopy, Offer, Source
 
 READERS = "readers"  # their host's name in a roster
@@ -77,7 +77,7 @@ class Rank(Actor):
 
 class TrainerRank(Rank):
     @endpoint
-    async def hold(self, copies: Mapping[int, Run], shape: ModelShape, ranks: int) -> None:
+    async def hold(self, copies: Mapping[int, RunOfCopies], shape: ModelShape, ranks: int) -> None:
         torch.manual_seed(self.rank)
         self.shape, self.copies = shape, copies
         self.shards = shards(shape, self.rank, fsdp=ranks)
@@ -102,7 +102,7 @@ class TrainerRank(Rank):
     # titan_rl: plan, pack, one run for each reader
 
     @endpoint
-    async def stage(self, copies: Mapping[int, Run], sync: WeightSyncSection, remote: bool) -> dict[int, Offer]:
+    async def stage(self, copies: Mapping[int, RunOfCopies], sync: WeightSyncSection, remote: bool) -> dict[int, Offer]:
         self.staging = Staging(
             self.params,
             copies,

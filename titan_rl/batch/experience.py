@@ -223,13 +223,17 @@ ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each 
 
 def _estimated(group: Group, valid: ValidRollouts, estimate: Estimate) -> Arrays:
     """Return the advantages of a group's samples by a user's estimate."""
-    sampled = [np.concatenate([branch.mask for branch in rollout.branches]) > 0 for rollout, _ in valid]
-    joined = [{name: _flat(s.columns[name] for s in own) for name in own[0].columns} if own else {} for _, own in valid]
+    sampled, columns = list[np.ndarray](), list[dict[str, np.ndarray]]()
+    for rollout, own in valid:
+        on = np.concatenate([branch.mask for branch in rollout.branches]) > 0
+        names = own[0].columns if own else ()
+        columns.append({name: _flat(s.columns[name] for s in own)[on] for name in names})
+        sampled.append(on)
     view = RewardedGroup(
         group,
         rewards=np.array([rollout.signal for rollout, _ in valid]),
         lengths=np.array([rollout.sampled for rollout, _ in valid]),
-        columns=[{k: c[on] for k, c in columns.items()} for columns, on in zip(joined, sampled, strict=True)],
+        columns=columns,
     )
     found = Arrays()
     for (_, own), on, values in zip(valid, sampled, sampled_advantages(view, estimate), strict=True):

@@ -79,7 +79,7 @@ def is_adapter(name: str) -> bool:
 _values = attrgetter(*(field.name for field in fields(Copy)))
 
 
-class Run(tuple[Copy, ...]):
+class RunOfCopies(tuple[Copy, ...]):
     """The copies of one pair, in the order of its bytes. Pickled by columns and compressed: a model's layers differ in
     little but their names, so that a copy of a 70B model takes 6 bytes on the wire instead of 77."""
 
@@ -89,8 +89,8 @@ class Run(tuple[Copy, ...]):
         return _unpickled, (zlib.compress(pickle.dumps(list(zip(*map(_values, self), strict=True))), level=1),)
 
 
-def _unpickled(columns: bytes) -> Run:
-    return Run(map(Copy, *pickle.loads(zlib.decompress(columns)) or ((),)))
+def _unpickled(columns: bytes) -> RunOfCopies:
+    return RunOfCopies(map(Copy, *pickle.loads(zlib.decompress(columns)) or ((),)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class WeightPlan:
 
     ranks: int
     readers: int
-    copies: dict[tuple[int, int], Run]
+    copies: dict[tuple[int, int], RunOfCopies]
 
-    def outgoing(self, rank: int) -> dict[int, Run]:
+    def outgoing(self, rank: int) -> dict[int, RunOfCopies]:
         """Return the runs that a trainer rank packs, by reader."""
         return {reader: run for reader in range(self.readers) if (run := self.copies[rank, reader])}
 
-    def incoming(self, reader: int) -> dict[int, Run]:
+    def incoming(self, reader: int) -> dict[int, RunOfCopies]:
         """Return the runs that a reader reads, by trainer rank."""
         return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
 
@@ -149,7 +149,7 @@ def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]])
     runs: dict[tuple[int, int], list[Copy]] = {(t, r): [] for t in range(len(trainer)) for r in range(len(readers))}
     for rank, move in zip(sources, moves, strict=True):
         runs[rank, move.reader].append(move.copy)
-    return WeightPlan(len(trainer), len(readers), {pair: Run(copies) for pair, copies in runs.items()})
+    return WeightPlan(len(trainer), len(readers), {pair: RunOfCopies(copies) for pair, copies in runs.items()})
 
 
 def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from support.judged_groups import rollout
 from titan_rl.config.sections import Config
-from titan_rl.record.ledger import Ledger, bounds_of, events
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.train.prompt_cursor import PromptCursor
 from titan_rl.wire.types import Group, Prompt
 
@@ -40,7 +41,7 @@ def test_earlier_prompts_that_a_step_leaves_out_are_dropped(tmp_path: Path) -> N
     assert made.take_dropped() == []
     assert made.backlog.inflight == made.backlog.finished == 1, "a later step may train on prompt 3"
     made.close()
-    found = [(each["event"], each.get("prompt")) for each in events(tmp_path) if each["event"] == "dropped"]
+    found = [(each["event"], each.get("prompt")) for each in RunFiles(tmp_path).ledger() if each["event"] == "dropped"]
     assert found == [("dropped", 1)]
 
 

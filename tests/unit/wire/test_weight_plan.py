@@ -17,7 +17,7 @@ from titan_rl.config.sections import LoraSection
 from titan_rl.ext.adapters.layers import LAYERS, adapter_parameters, adapter_sizes, targets
 from titan_rl.wire.manifest import blocks
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, plan
+from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, RunOfCopies, Shard, plan
 
 FUSED = {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}
 FUSED |= {"self_attn.o_proj": "o", "mlp.down_proj": ("down",)}
@@ -214,8 +214,8 @@ def test_a_run_is_small_on_the_wire() -> None:
     assert sum(map(len, packed)) < 10 * sum(map(len, runs)), "bytes per copy"
     assert [pickle.loads(p) for p in packed] == runs
     for run in (made.copies[0, 0], made.copies[0, 0][:1], ()):
-        assert type(pickle.loads(pickle.dumps(Run(run)))) is Run
-        assert pickle.loads(pickle.dumps(Run(run))) == run
+        assert type(pickle.loads(pickle.dumps(RunOfCopies(run)))) is RunOfCopies
+        assert pickle.loads(pickle.dumps(RunOfCopies(run))) == run
 
 
 def test_a_plan_is_read_by_rank_and_by_reader() -> None:
