@@ -79,7 +79,9 @@ class Rosters:
             self._epoch += 1
             self._roster = Roster(self._epoch, receivers)
         roster = self._roster
-        readers = {name: [roster.of_reader(name, rank) for rank in range(tp[name])] for name in roster.names}
+        readers = dict[str, list[Gathering]]()
+        for name in roster.names:
+            readers[name] = [roster.of_reader(name, rank) for rank in range(tp[name])]
         return Notes([roster.of_trainer(rank) for rank in range(trainers)], readers)
 
     def pulled(self, notes: Notes, cost: SyncStats) -> str:

@@ -9,6 +9,7 @@ If the trainer ranks also send their runs by broadcast (ext/broadcast), these re
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,8 +39,10 @@ class RegisteredRuns(TrainerLink):
 
         self._stamps, self._slots = stamps, slots
         registered = RDMABuffer(stamps.view(torch.uint8))
-        slices = {reader: tuple([RDMABuffer(part) for part in slot[reader]] for slot in slots) for reader in slots[0]}
-        self._buffers = [buffer for each in slices.values() for slot in each for buffer in slot] + [registered]
+        self._buffers, slices = [registered], dict[int, tuple[list[Any], ...]]()
+        for reader in slots[0]:
+            slices[reader] = tuple([RDMABuffer(part) for part in slot[reader]] for slot in slots)
+            self._buffers += chain.from_iterable(slices[reader])
         make = _sender(how, gpu, registered.backend)
         self._sender = make(gpu) if make else None
         meets = self._sender.meets if self._sender else ""
