@@ -122,7 +122,7 @@ def trained(tree: Path, folder: Path) -> None:
 
 
 def rank_of(controller: int, kind: str) -> int:
-    """Return the process of a rank: the last that the kind's fork server or launcher has started."""
+    """Return the newest launcher of a rank of this kind: the rank dies with it."""
     import psutil
 
     def named(process: psutil.Process) -> bool:
@@ -134,9 +134,8 @@ def rank_of(controller: int, kind: str) -> int:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         found = [each for each in psutil.Process(controller).children(recursive=True) if named(each)]
-        leaves = [each for each in found if not each.children()]
-        if leaves:
-            return leaves[-1].pid
+        if found:
+            return found[-1].pid
     raise SystemExit(f"without: found no process of a {kind}")
 
 
