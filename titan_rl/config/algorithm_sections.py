@@ -171,7 +171,7 @@ class AlgorithmSection:
     """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
     others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer's reward ("greedy"), one per
     token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards. Or your own
-    "package.module:function" of a group's rewards (docs/algorithms.md)."""
+    function of them (docs/algorithms.md)."""
     teacher_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the teacher's log-prob less the sampling log-prob, which is added to each token's advantage of rewards.
     0: no teacher, unless advantage = "teacher", which uses nothing else."""

@@ -48,7 +48,7 @@ def weights(algorithm: AlgorithmSection, moved: torch.Tensor, advantage: torch.T
     sequences = torch.arange(ANSWERS)[:, None].expand(SHAPE)
     columns = {"behaviour": behaviour, "advantage": advantage}
     rows: Any = SimpleNamespace(columns=columns, mask=one, weights=one, sequences=sequences, count=ANSWERS)
-    batch: Any = None  # only objectives of pairs read it
+    batch = Batch([], 1, 1)  # only objectives of pairs read its numbers
     loss, _ = Objectives(model, Config(algorithm=algorithm)).policy(rows, batch)
     (gradient,) = torch.autograd.grad(loss, logprob)
     return -gradient / advantage

@@ -9,9 +9,7 @@ from titan_rl.actors.vllm.vllm_args import (
     engine_args,
     memory_share,
     quantization_args,
-    sampling_params,
 )
-from titan_rl.wire.types import Sampling
 
 SETTINGS = EngineSettings(
     model_dir="folder", max_model_len=64, tensor_parallel_degree=2, block_size=16, kv_cache_memory_mb=3, seed=7
@@ -59,11 +57,3 @@ def test_a_cache_of_a_given_size_asks_for_no_more_of_the_gpu_than_is_free() -> N
     assert memory_share(replace(SETTINGS, kv_cache_memory_mb=0), total // 2, total) == 0.9, (
         "vLLM names the missing memory"
     )
-
-
-def test_a_sample_that_the_processor_truncates_is_whole_for_vllm() -> None:
-    sampling = Sampling(8, 0.7, top_p=0.9, top_k=5, min_p=0.1)
-    vllms, ours = (sampling_params(sampling, 3, begun=0, truncated_by=id) for id in ("", "17"))
-    assert (vllms.top_p, vllms.top_k, vllms.min_p, vllms.extra_args) == (0.9, 5, 0.1, None)
-    assert (ours.top_p, ours.top_k, ours.min_p) == (1.0, 0, 0.1)
-    assert ours.extra_args == {"sample": "17", "top_k": 5, "top_p": 0.9}

@@ -127,7 +127,7 @@ async def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path
     learns, _ = learner_of(tmp_path, config, trainers)
     made: list[list[Sample]] = []
 
-    async def step(updates: list[list[Sample]]) -> str:
+    async def step(updates: list[list[Sample]], loss: None) -> str:
         made.extend(updates)
         return "stats"
 

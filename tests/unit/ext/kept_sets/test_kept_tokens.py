@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.actors.vllm.vllm_args import sampling_params
 from titan_rl.ext.kept_sets.kept_sets import KeptSets, size_of
 from titan_rl.ext.kept_sets.ranks import kept_tokens
-from titan_rl.ext.kept_sets.ranks.kept_tokens import kept_sets
+from titan_rl.ext.kept_sets.ranks.kept_tokens import KeptTokens, kept_sets
+from titan_rl.wire.types import Sampling
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.sampled_from([5, 40, 300]))
@@ -71,3 +73,12 @@ def test_a_row_is_truncated_as_its_request_asks_wherever_the_batch_moves_it() ->
     assert kept(2) == {"b": 2, "greedy": 0}
     processor.update_state(None)
     assert kept(2) == {"b": 2, "greedy": 0}
+
+
+def test_a_sample_that_the_processor_truncates_is_whole_for_vllm() -> None:
+    sampling = Sampling(8, 0.7, top_p=0.9, top_k=5, min_p=0.1)
+    vllms = sampling_params(sampling, 3, begun=0, **KeptTokens(on_cpu=False).request_args("17", sampling))
+    ours = sampling_params(sampling, 3, begun=0, **KeptTokens(on_cpu=True).request_args("17", sampling))
+    assert (vllms.top_p, vllms.top_k, vllms.min_p, vllms.extra_args) == (0.9, 5, 0.1, None)
+    assert (ours.top_p, ours.top_k, ours.min_p) == (1.0, 0, 0.1)
+    assert ours.extra_args == {"sample": "17", "top_k": 5, "top_p": 0.9}
