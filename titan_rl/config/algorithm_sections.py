@@ -169,9 +169,8 @@ class AlgorithmSection:
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
     advantage: Advantage = field(default="group", metadata={"own": True})
     """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
-    others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer's reward ("greedy"), one per
-    token ("optimal_token"), a critic ("gae"). "teacher": the teacher's log-probs instead of rewards. Or your own
-    function of them (docs/algorithms.md)."""
+    others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer ("greedy"), one per token
+    ("optimal_token"), a critic ("gae"); "teacher": no rewards; or your own function (docs/algorithms.md)."""
     teacher_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the teacher's log-prob less the sampling log-prob, which is added to each token's advantage of rewards.
     0: no teacher, unless advantage = "teacher", which uses nothing else."""

@@ -16,6 +16,7 @@ from titan_rl.config.sections import (
     RolloutSection,
     TrainingSection,
 )
+from titan_rl.wire.types import Batch
 
 ANSWERS, TOKENS = 512, 64
 SHAPE = ANSWERS, TOKENS
