@@ -277,7 +277,7 @@ class Run:
         prompts = await verbs.begin("rl", start, state)
         if getattr(self, "_cursor", None) is not None:
             self._cursor.close()
-        self._cursor = PromptCursor(prompts, verbs.ledger(start, state, self._recovery.attempt))
+        self._cursor = PromptCursor(prompts, verbs.ledger(start, state, self._recovery.attempt, own_loop=True))
         self._health = Health(self.config, parts.terminal.warn, parts.report.cause)
         self._samplers: dict[int, GroupSampler] = {}  # by the number of rollouts
         self._record: StepRecord | None = None  # of the last step, until it is written

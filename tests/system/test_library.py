@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,11 @@ LOOPS = Path(__file__).parents[2] / "docs" / "loops"
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def audited(folder: Path) -> str:
+    command = [sys.executable, "-m", "titan_rl", "audit", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def test_the_grpo_loop_makes_the_steps_of_a_run(runs: Runs, tmp_path: Path) -> None:
@@ -80,6 +87,7 @@ def test_own_advantages_and_losses_and_a_resumed_state(tmp_path: Path) -> None:
     assert "own/longest" in steps[0]
     assert "own/moved" in steps[0]
     assert steps[1]["dropped/groups"] == 2, "two groups were sampled, and not trained on"
+    assert "nothing lost" in audited(tmp_path / "run")
 
 
 def test_a_lost_trainer_is_restored_and_a_lost_generator_heals(tmp_path: Path) -> None:
@@ -214,6 +222,9 @@ def test_the_loops_to_copy(tmp_path: Path) -> None:
     await evaluate.main("toy.toml")
     """
     assert len(finished(tmp_path, body)) == 3
+    folders = sorted(tmp_path.glob("run*"))
+    assert len(folders) == 4
+    assert [folder.name for folder in folders if "nothing lost" not in audited(folder)] == []
 
 
 def test_the_loop_of_distillation(tmp_path: Path) -> None:

@@ -73,14 +73,17 @@ class Ledger(SelfClosing):
         attempt: int = 1,
         bad_rows: int = 0,
         changed: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        own_loop: bool = False,
     ) -> None:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
         of this process; `bad_rows` were left out of the data. `changed`: the settings that differ from here on, with
-        both values."""
+        both values. `own_loop`: the loop is the user's, which may train on a prompt again, reward it anew or leave it
+        out."""
         more: dict[str, Any] = {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
         more |= {"bad_rows": bad_rows} if bad_rows else {}
         more |= {"changed": {key: list(values) for key, values in changed.items()}} if changed else {}
+        more |= {"own_loop": True} if own_loop else {}
         self._append("begun", step=step, next=next, open=list(open), **more)
         self._file.flush()
         lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)

@@ -37,7 +37,10 @@ class PromptCursor:
             self._sampled[group.prompt.id] = group
 
     def trained(self, step: int, groups: list[Group]) -> None:
-        """Record that the update of `step` is made. Sampled prompts before its last one are left out for good."""
+        """Record that the update of `step` is made, by these rewards. Sampled prompts before its last one are left out
+        for good."""
+        for group in groups:
+            self.ledger.scored(group.prompt.id, group.rewards)  # again: they may be the loop's
         self.ledger.trained(step, groups)
         for group in groups:
             self._open.pop(group.prompt.id, None)

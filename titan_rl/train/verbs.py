@@ -111,8 +111,9 @@ class Verbs:
         await self.sync(BEFORE_RL)
         return await self.held_out.practice()
 
-    def ledger(self, start: int, cut: Mapping[str, Any], attempt: int) -> Ledger:
-        """Open the ledger of an attempt that continues after step `start`, at the cut of that step."""
+    def ledger(self, start: int, cut: Mapping[str, Any], attempt: int, *, own_loop: bool = False) -> Ledger:
+        """Open the ledger of an attempt that continues after step `start`, at the cut of that step. `own_loop`: of the
+        user's."""
         ledger = Ledger(self.setup.folder, self.run.terminal.warn)
         ledger.begun(
             start,
@@ -122,6 +123,7 @@ class Verbs:
             bounds=bounds_of(self.config),
             bad_rows=self.setup.task.bad_rows,
             changed=next((cut.changed for cut in cuts(self.setup.folder) if cut.step == start), {}),
+            own_loop=own_loop,
         )
         return ledger
 

@@ -80,7 +80,7 @@ def config_valid(history: LedgerHistory) -> Iterator[str]:
 
 def nothing_lost(history: LedgerHistory) -> Iterator[str]:
     """Once the run is finished, all prompts that the source gave are trained on or dropped."""
-    if not history.finished:
+    if not history.finished or any(start.own_loop for start in history.starts):
         return
     for id, prompt in history.prompts.items():
         if not prompt.final and not prompt.undone:
@@ -93,7 +93,8 @@ def steps_whole(history: LedgerHistory) -> Iterator[str]:
         bounds = trained.start.bounds
         if not bounds:
             continue
-        if len(trained.prompts) != (expected := bounds["rollout.groups_per_step"]):
+        expected = bounds["rollout.groups_per_step"]
+        if len(trained.prompts) != expected and not trained.start.own_loop:
             yield f"step {step} trained on {len(trained.prompts)} prompts, expected {expected}"
         if step > bounds["training.steps"]:
             yield f"step {step} was trained, though training.steps is {bounds['training.steps']}"
@@ -104,7 +105,7 @@ def steps_in_order(history: LedgerHistory) -> Iterator[str]:
     for start in history.starts:
         order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
         late = [b for a, b in pairwise(order) if b < a]
-        if late and start.bounds["rollout.overtake_steps"] == 0:
+        if late and start.bounds["rollout.overtake_steps"] == 0 and not start.own_loop:
             yield f"prompt {late[0]} was trained on after a later one, though rollout.overtake_steps is 0"
 
 
@@ -116,14 +117,15 @@ def nothing_stale(history: LedgerHistory) -> Iterator[str]:
         oldest, overtake, size = (
             bounds[f"rollout.{key}"] for key in ("max_staleness_steps", "overtake_steps", "group_size")
         )
-        if prompt.turn - 1 - prompt.admitted > oldest - overtake:
+        if prompt.turn - 1 - prompt.admitted > oldest - overtake and not prompt.start.own_loop:
             ahead = f"rollout.max_staleness_steps - overtake_steps is {oldest - overtake}"
             yield f"prompt {id} was admitted after step {prompt.admitted} for step {prompt.turn}, {ahead}"
         if prompt.trained is None:
             continue
-        if len(prompt.tokens or ()) != size:
+        ordered = not prompt.start.own_loop
+        if ordered and len(prompt.tokens or ()) != size:
             yield f"prompt {id} has {len(prompt.tokens or ())} samples, expected {size}"
-        if prompt.trained > prompt.turn + overtake:
+        if ordered and prompt.trained > prompt.turn + overtake:
             yield f"prompt {id} was trained on at step {prompt.trained}, its turn was step {prompt.turn}"
         if prompt.versions and (age := prompt.trained - 1 - prompt.versions[0]) > oldest:
             yield f"prompt {id} was {age} steps old at step {prompt.trained}, the bound is {oldest}"
@@ -141,7 +143,7 @@ def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
         step, id = key
         checksums[step] = zlib.crc32(line, checksums[step])
         prompt = history.prompts.get(id)
-        if prompt is None or prompt.trained != step:
+        if prompt is None or step not in prompt.steps:
             if key not in unknown:
                 unknown.add(key)
                 yield f"{ROLLOUTS} has prompt {id} at step {step}, the ledger does not"
@@ -152,14 +154,13 @@ def rollouts_agree(history: LedgerHistory) -> Iterator[str]:
         for wrong in _sample_problems(rollout, prompt):
             yield f"{at}: prompt {id}, sample {sample} at step {step}: {wrong}"
     for id, prompt in history.prompts.items():
-        if prompt.trained is None or not history.written(prompt.trained):
-            continue
-        samples, expected = seen.get((prompt.trained, id), []), len(prompt.tokens or ())
-        if not samples:
-            yield f"the ledger has prompt {id} at step {prompt.trained}, {ROLLOUTS} does not"
-        elif set(samples) != set(range(expected)):
-            has = f"prompt {id} at step {prompt.trained} has the samples {sorted(samples)}"
-            yield f"{ROLLOUTS}: {has}, expected 0 to {expected - 1}"
+        for step in filter(history.written, prompt.steps):
+            samples, expected = seen.get((step, id), []), len(prompt.tokens or ())
+            if not samples:
+                yield f"the ledger has prompt {id} at step {step}, {ROLLOUTS} does not"
+            elif set(samples) != set(range(expected)):
+                has = f"prompt {id} at step {step} has the samples {sorted(samples)}"
+                yield f"{ROLLOUTS}: {has}, expected 0 to {expected - 1}"
     yield from _checksum_problems(history, ROLLOUTS, 1, checksums)
 
 
@@ -172,7 +173,8 @@ def _sample_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Itera
         yield "its tokens or versions do not have the digest in the ledger"
     if prompt.turns_of(sample) or "turns" in rollout:
         yield from _turn_problems(rollout, prompt)
-    if sample < len(rewards) and rollout["reward"] != rewards[sample]:
+    rewarded = sample < len(rewards) and rollout["step"] == prompt.trained  # in an earlier step, by other rewards
+    if rewarded and rollout["reward"] != rewards[sample]:
         yield f"reward {rollout['reward']}, {rewards[sample]} in the ledger"
 
 

@@ -30,6 +30,7 @@ class Start:
     step: int = 0  # the last one done before
     bounds: Mapping[str, int] = field(default_factory=dict)  # in force from here on
     time: float = math.inf
+    own_loop: bool = False  # the user's: it may train on a prompt again, reward it anew or leave it out
 
 
 class RecordedTurn(NamedTuple):
@@ -55,7 +56,8 @@ class PromptHistory:
     statuses: Sequence[str] = ()  # per rollout; empty: single answers
     attempts: Sequence[int] = ()  # per rollout; empty: one
     rewards: Sequence[float | None] | None = None  # None: it is not scored
-    trained: int | None = None  # step
+    trained: int | None = None  # the last step
+    steps: list[int] = field(default_factory=list)  # all that trained on it
     dropped: str = ""  # reason
     during: int = 0  # the step that trained or dropped it
 
@@ -190,7 +192,7 @@ class LedgerHistory:
                 self._report(f"the run resumes after step {step} without prompt {id}, which was unfinished")
             if gone:
                 self.prompts[id] = PromptHistory(-1, prompt.admissions)
-        self.starts.append(Start(step, event["bounds"], event.get("time", math.inf)))
+        self.starts.append(Start(step, event["bounds"], event.get("time", math.inf), event.get("own_loop", False)))
         self.steps = {n: trained for n, trained in self.steps.items() if n <= step}
         self.last, self._next, self._open = step, cut, deque(sorted(unfinished))
 
@@ -251,7 +253,7 @@ class LedgerHistory:
 
     def _scored(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         id, rewards = event["prompt"], event["rewards"]
-        if prompt.rewards is not None or prompt.final:
+        if (prompt.rewards is not None or prompt.final) and not self.start.own_loop:
             self._report(f"prompt {id} is scored twice")
         if prompt.tokens is None:
             self._report(f"prompt {id} is scored before it is sampled")
@@ -260,7 +262,9 @@ class LedgerHistory:
         statuses = prompt.statuses or ["completed"] * len(rewards)
         for sample, (reward, status, tokens) in enumerate(zip(rewards, statuses, prompt.tokens or (), strict=False)):
             unrewarded = str(sample) in event.get("errors", {})  # its judge failed
-            if (reward is None) != bool(status in FAILED or (prompt.statuses and not tokens) or unrewarded):
+            if not self.start.own_loop and (reward is None) != bool(
+                status in FAILED or (prompt.statuses and not tokens) or unrewarded
+            ):
                 self._report(f"prompt {id}, sample {sample} has the reward {reward}, though it ended as {status}")
         prompt.rewards = rewards
 
@@ -272,11 +276,12 @@ class LedgerHistory:
             prompt = self._admitted_prompt(id)
             if prompt is None:
                 continue
-            if prompt.final:
+            if prompt.final and not self.start.own_loop:
                 self._report(f"prompt {id} has an outcome already: {prompt.outcome}")
             elif prompt.rewards is None:
                 self._report(f"prompt {id} is trained on before it is scored")
             prompt.trained = prompt.during = step
+            prompt.steps.append(step)
         self.steps[step] = TrainedStep(event["prompts"], self.start)
         self.last = step
 
@@ -284,7 +289,7 @@ class LedgerHistory:
         id, reason = event["prompt"], event["reason"]
         if prompt.final:
             self._report(f"prompt {id} has an outcome already: {prompt.outcome}")
-        if prompt.rewards is None and not reason.startswith("failed"):
+        if prompt.rewards is None and not reason.startswith("failed") and not self.start.own_loop:
             self._report(f"prompt {id} is dropped ({reason}) before it is scored")
         prompt.dropped, prompt.during = reason, self.last + 1
 
