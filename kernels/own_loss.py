@@ -4,7 +4,7 @@
         log_ratio = logprob - proximal
         return -advantage * log_ratio.exp() + 5.0 * log_ratio.square()
 
-It takes those of these arguments that it names, each a tensor [T]:
+It may name any of these arguments, each a tensor [T]:
 
     logprob      of the policy, with its gradient
     behaviour    log-prob when the token was sampled
@@ -27,7 +27,7 @@ import torch
 from titan_rl.kernels.surrogate import Policies
 from titan_rl.wire.user_functions import keywords_of
 
-LENGTHS = (5, 3, 4)  # of the sequences of a trial
+TRIED_LENGTHS = (5, 3, 4)
 CLOSE = 1e-4
 
 
@@ -50,10 +50,10 @@ def own_loss(
 
 
 def check(loss: Callable[..., Any], name: str) -> str:
-    """Return what is wrong with a user's loss, or "". Tries it on random tokens: alone, and with another row behind
+    """Return why a user's loss cannot be used, or "". Tries it on random tokens: alone, and with another row behind
     them."""
     generator = torch.Generator().manual_seed(0)
-    tokens = sum(LENGTHS)
+    tokens = sum(TRIED_LENGTHS)
 
     def trial(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses and the gradients of the first row."""
@@ -61,8 +61,8 @@ def check(loss: Callable[..., Any], name: str) -> str:
         parts = [torch.randn(5, tokens, generator=generator) for _ in range(rows)]
         logprob_T, behaviour_T, old_T, reference_T, advantage_T = torch.cat(parts, 1)
         logprob_T, behaviour_T, old_T, reference_T = (-x.abs() for x in (logprob_T, behaviour_T, old_T, reference_T))
-        count = len(LENGTHS)
-        sequence_T = torch.repeat_interleave(torch.arange(rows * count), torch.tensor(LENGTHS * rows))
+        count = len(TRIED_LENGTHS)
+        sequence_T = torch.repeat_interleave(torch.arange(rows * count), torch.tensor(TRIED_LENGTHS * rows))
         on_T = torch.ones(rows * tokens, dtype=torch.bool)
         on_T[::6] = False
         logprob_T.requires_grad_()

@@ -33,7 +33,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: programs that need none of it start at once."""
+    """Import a name of the library when it is used: programs that need none of it start at once."""
     from importlib import import_module
 
     for module, names in MODULES.items():

@@ -185,7 +185,7 @@ class Run:
         advantages, and the algorithm's updates.
 
         `advantage`: a function of a group in the place of algorithm.advantage. It returns a number for each rollout, or
-        an array with one for each of its sampled tokens, and takes those of these arguments that it names: `rewards`
+        an array with one for each of its sampled tokens, and may name any of these arguments: `rewards`
         [n], `lengths` [n] in sampled tokens, `group`, and `columns`, each rollout's log-probs and values by name. A
         function of one argument gets the rewards.
 
@@ -248,7 +248,7 @@ class Run:
 
     async def restore(self, error: Exception) -> None:
         """Replace the mesh whose loss `error` reports, and go back to the last snapshot or checkpoint: `step` and
-        `state` are those of then. Raise the error again if nothing can be replaced."""
+        `state` are as they were then. Raise the error again if nothing can be replaced."""
         from titan_rl.wire.errors import RunError
 
         if not isinstance(error, RunError):
@@ -280,7 +280,7 @@ class Run:
         self._cursor = PromptCursor(prompts, verbs.ledger(start, state, self._recovery.attempt, own_loop=True))
         self._health = Health(self.config, parts.terminal.warn, parts.report.cause)
         self._samplers: dict[int, GroupSampler] = {}  # by the number of rollouts
-        self._record: StepRecord | None = None  # of the last step, until it is written
+        self._record: StepRecord | None = None  # the last step, until it is written
         self.step = self.version = start
         self.state = state.get(OWN, {})
         self._recovery.began(start)
@@ -301,7 +301,7 @@ class Run:
         return self._samplers[n]
 
     def _trainable(self, groups: "Sequence[Group]") -> "list[Group]":
-        """Return the groups without those that failed. Refuse the others if a step cannot be made of them."""
+        """Return the groups that did not fail. Refuse them if no step can be made of them."""
         from titan_rl.rollout.sampling import Unjudged
         from titan_rl.wire.errors import RunError
 

@@ -133,7 +133,7 @@ class ReaderLink(Protocol):
     async def fetch(
         self, wanted: Sequence[tuple[Manifest, list[int]]], seconds: float, *, again: bool = False, note: Any = None
     ) -> str:
-        """Fetch the wanted blocks of each run, or those that no other reader of this host has fetched; with `again`,
+        """Fetch the wanted blocks of each run, or the ones that no other reader of this host has fetched; with `again`,
         all of them. With a note they are sent. Return why that failed, if it did: then they have been read."""
         ...
 

@@ -1,6 +1,6 @@
 """On-policy distillation: the policy samples, and a teacher that reads a hint scores every token.
 
-The config names the teacher, and what it reads besides the prompt (algorithm.teacher_context).
+The config names the teacher, and the hint that it reads besides the prompt (algorithm.teacher_context).
 
     python docs/loops/distillation.py [CONFIG] [STEPS]
 """

@@ -1,4 +1,4 @@
-"""Off-policy: groups of earlier steps are trained on again, and sampling goes on while the trainers work.
+"""Off-policy: groups of earlier steps are trained on again, and generators sample while the trainers work.
 
 python docs/loops/replay_buffer.py [CONFIG] [STEPS]
 """

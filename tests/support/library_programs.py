@@ -59,7 +59,7 @@ def started(at: Path, body: str) -> "subprocess.Popen[str]":
 
 
 def finished(at: Path, body: str, *, code: int = 0, timeout: float = 300) -> list[dict[str, Any]]:
-    """Run a program to its end, and return what it has shown."""
+    """Run a program to its end, and return the values that it has shown."""
     process = started(at, body)
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output

@@ -35,7 +35,7 @@ def config(folder: Path, parallelism: ParallelismSection, **model: object) -> Co
     return Config(
         job=JobSection(dump_folder=str(folder)),
         model=replace(ModelSection(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96), **model),
-        training=TrainingSection(steps=10, seq_len=64, local_batch_size=2),  # of which tests make fewer
+        training=TrainingSection(steps=10, seq_len=64, local_batch_size=2),  # tests make fewer
         optimizer=OptimizerSection(lr=1e-3),
         algorithm=AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
         parallelism=parallelism,

@@ -1,4 +1,4 @@
-"""titan_rl as a library, on real meshes: loops of the user, their parts of the algorithm, and what they survive."""
+"""titan_rl as a library, on real meshes: loops of the user, their parts of the algorithm, and failures."""
 
 import importlib.util
 import json

@@ -33,11 +33,11 @@ class RewardedGroup:
     group: Group
     rewards: np.ndarray  # [n], without the penalties for length
     lengths: np.ndarray  # [n] sampled tokens
-    columns: Sequence[Mapping[str, np.ndarray]]  # of each rollout, an entry for each sampled token
+    columns: Sequence[Mapping[str, np.ndarray]]  # by rollout; an entry for each sampled token
 
 
 Estimate = Callable[[RewardedGroup], Sequence[float | np.ndarray]]
-"""Returns the advantage of each of a group's rollouts, or an array with that of each of its sampled tokens."""
+"""Returns the advantage of each of a group's rollouts, or an array with one for each of its sampled tokens."""
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:

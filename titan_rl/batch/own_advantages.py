@@ -3,7 +3,7 @@
     def quantile(rewards):
         return rewards - np.quantile(rewards, 0.75)
 
-It takes those of these arguments that it names; one that names none, and requires one argument, gets the rewards:
+It may name any of these arguments. One that names none, and requires one argument, gets the rewards:
 
     rewards    [n], of the rollouts that have one, less their penalties for length
     lengths    [n] sampled tokens
@@ -24,7 +24,7 @@ from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 from titan_rl.wire.user_functions import keywords_of, parameters_of
 
 ARGUMENTS = ("rewards", "lengths", "group", "columns")
-REWARDS = (0.0, 1.0, 0.25, 1.0)  # of a trial
+TRIED_REWARDS = (0.0, 1.0, 0.25, 1.0)
 
 
 def estimate_of(advantage: Callable[..., Any], name: str) -> Estimate:
@@ -41,8 +41,8 @@ def estimate_of(advantage: Callable[..., Any], name: str) -> Estimate:
 
 
 def check(advantage: Callable[..., Any], name: str) -> str:
-    """Return what is wrong with a user's advantages, or "". Tries them on groups with equal and with other rewards."""
-    for rewards in (REWARDS, (1.0,) * len(REWARDS)):
+    """Return why a user's advantages cannot be used, or "". Tries them on groups with equal and with other rewards."""
+    for rewards in (TRIED_REWARDS, (1.0,) * len(TRIED_REWARDS)):
         answers = [Completion([1] * n, [-0.5] * n, [0] * n, "stop") for n in range(3, 3 + len(rewards))]
         rollouts = [Rollout([Branch([Turn([2, 3], a)])], "answer", r) for a, r in zip(answers, rewards, strict=True)]
         columns = [{"behaviour": np.array(a.logprobs)} for a in answers]

@@ -116,7 +116,7 @@ class Learner:
         self._phase, self._from, self._begun = phase, snapshot, None
         self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
         if self.teacher is not None:
-            self.teacher.take_metrics()  # of that step
+            self.teacher.take_metrics()  # that step's
         self._snapshots.forget(but=snapshot)
         start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
         self._done = start

@@ -83,7 +83,7 @@ class Verbs:
         self, groups: Sequence[Group], estimate: Estimate | None = None
     ) -> tuple[list[Group], list[Sample]]:
         """Return the groups, and their samples with the columns of every role and with advantages: the algorithm's, or
-        those of `estimate`, a user's."""
+        a user's `estimate`."""
         samples = samples_of(groups, self.config.algorithm)
         samples = await self.learner.judge(samples, groups)
         weights = training_rubric(self.config.task).weights

@@ -1,4 +1,4 @@
-"""Listens at free ports of a host's address, any or those of a range."""
+"""Listens at free ports of a host's address, any, or within a range."""
 
 import errno
 import random

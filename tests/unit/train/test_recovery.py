@@ -1,4 +1,4 @@
-"""Which meshes a loss replaces, what the weight sync is told, and how many steps are counted as repeated."""
+"""Meshes that a loss replaces, how the weight sync learns of it, and how many steps are counted as repeated."""
 
 import asyncio
 from contextlib import nullcontext

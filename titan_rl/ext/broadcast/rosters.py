@@ -66,7 +66,7 @@ class Rosters:
 
     def __init__(self) -> None:
         self._epoch = 0  # the last roster's
-        self._roster: Roster | None = None  # None: nobody can receive, or a broadcast failed
+        self._roster: Roster | None = None  # None: no replica can receive, or a broadcast failed
 
     def notes(self, replicas: Collection[Replica], trainers: int) -> Notes:
         """Return the groups of the next publication: as for the last one, or others if a replica joined or a broadcast

@@ -1,4 +1,4 @@
-"""The teacher of a run: what it finds about the policy's samples, and what its step's metrics say about that."""
+"""The teacher of a run: its log-probs of the policy's samples, and the step's metrics about them."""
 
 from collections import Counter
 from collections.abc import Sequence

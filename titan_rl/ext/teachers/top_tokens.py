@@ -38,7 +38,7 @@ class TopColumn(SideColumn):
                     f"sample {i}: expected {expected} rows of top tokens, one per trained token, found {found}"
                 )
         top = np.concatenate([sample.extras["top"] for sample in samples if "top" in sample.extras])
-        row = (np.concatenate([sample.mask for sample in samples]) > 0).cumsum() - 1  # of each token
+        row = (np.concatenate([sample.mask for sample in samples]) > 0).cumsum() - 1  # each token's
         return lambda places: top[row[places.targets[places.on]]]
 
     def on_device(self, value: np.ndarray, part: RankPart) -> tuple[Any, Any]:
