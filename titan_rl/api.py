@@ -49,6 +49,7 @@ T = TypeVar("T")
 Advantage = Callable[..., "Sequence[float] | Sequence[np.ndarray] | np.ndarray"]
 Loss = Callable[..., Any]
 
+NOT_ISOLATED = "titan_rl.start leaves the network of its caller as it is"
 OWN = "own"
 """Key of a user's state in a checkpoint's."""
 
@@ -66,7 +67,7 @@ def start(
 
     `config`: a TOML file, the name of a shipped one, or a Config. `overrides`: keys with their values, as flags on the
     command line have them. `resume`: continue the run in job.dump_folder after its last checkpoint, with its `state`;
-    else an earlier run there is moved aside. `quiet`: print warnings only.
+    else an earlier run there is moved aside. `quiet`: print nothing.
 
     Use it as `async with titan_rl.start(...) as run`, or, in a notebook, `run = await titan_rl.start(...)` and
     `await run.close()` at the end.
@@ -466,6 +467,7 @@ def _planned(invocation: "Invocation", quiet: bool, stack: ExitStack) -> "tuple[
     """Lock the folder of a checked run, and plan it."""
     from rich.console import Console
 
+    from titan_rl import isolation
     from titan_rl.preflight.plan import prepare, settle
     from titan_rl.preflight.refusal import raising, refuse
     from titan_rl.record.run_folder import check_folder
@@ -481,12 +483,16 @@ def _planned(invocation: "Invocation", quiet: bool, stack: ExitStack) -> "tuple[
                 invocation.config_name,
                 [f"titan_rl.start: expected an algorithm with rollouts, of one policy, found {found}"],
             )
+        if config.hosts.isolation == "require":
+            expected = 'hosts.isolation: expected "auto" or "off"'
+            refuse(invocation.config_name, [f'{expected}, because {NOT_ISOLATED}, found "require"'])
         check_folder(config.job)
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
         device, gpus = invocation.device, invocation.gpus
         setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
         setup = settle(setup, lock)
-    for warning in invocation.warnings:
+    exposed = isolation.warning(NOT_ISOLATED, "Use a machine or a container without other users")
+    for warning in (*invocation.warnings, exposed):
         terminal.warn(warning)
     return setup, terminal
 

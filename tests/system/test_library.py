@@ -135,10 +135,11 @@ def test_wrong_input_is_named_in_one_message(tmp_path: Path) -> None:
     def mixing(logprob, advantage):
         return -(advantage - advantage.mean()) * logprob
 
-    try:
-        await titan_rl.start("toy.toml", {"rollout.groups": 3, "rollout.group_size": 0})
-    except titan_rl.ConfigRefused as error:
-        refused(error)
+    for keys in ({"rollout.groups": 3, "rollout.group_size": 0}, {"hosts.isolation": "require"}):
+        try:
+            await titan_rl.start("toy.toml", keys)
+        except titan_rl.ConfigRefused as error:
+            refused(error)
     async with titan_rl.start("toy.toml", quiet=True) as run:
         try:
             await titan_rl.start("toy.toml")
@@ -173,6 +174,7 @@ def test_wrong_input_is_named_in_one_message(tmp_path: Path) -> None:
     texts = [f"{each['kind']}: {each['text']}" for each in finished(tmp_path, body)]
     expected = (
         "ConfigRefused: 2 problems in toy.toml",
+        'ConfigRefused: 1 problem in toy\n  - hosts.isolation: expected "auto" or "off"',
         "RuntimeError: expected one run at a time in a process",
         "RunError: step 1: expected groups with rewards, found none in prompt 0",
         "RunError: the loss main.<locals>.nan: expected finite losses",
