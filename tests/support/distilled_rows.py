@@ -45,7 +45,7 @@ def distilled(folder: Path, case: Case) -> dict[str, Any]:
             )
             found = unpack(batches, answers[:: p.row_ranks], samples, trained=True)
             found[1] = without_teacher(np.zeros(len(found[1])), TOP)  # it has read no context for this one
-            samples = [replace(s, top=e[:, 1:]) for s, e in zip(samples, found, strict=True)]
+            samples = [replace(s, extras={"top": e[:, 1:]}) for s, e in zip(samples, found, strict=True)]
             batch = pack(samples, share=bool(case.share), **keys)[dist.get_rank() // p.row_ranks]
             stats = model.step([batch])
             steps.append([stats.loss, stats.grad_norm, stats.metrics["distill/divergence"]])

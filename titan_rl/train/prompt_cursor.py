@@ -39,20 +39,20 @@ class PromptCursor:
     def trained(self, step: int, groups: list[Group]) -> None:
         """Record that the update of `step` is made, by these rewards. Sampled prompts before its last one are left out
         for good."""
-        for group in groups:
-            self.ledger.scored(group.prompt.id, group.rewards)  # again: they may be the loop's
-        self.ledger.trained(step, groups)
-        for group in groups:
-            self._open.pop(group.prompt.id, None)
-            self._sampled.pop(group.prompt.id, None)
-            self._prompts.visited(group.prompt.id, group.rewards)
         last = max(group.prompt.id for group in groups)
-        for id in [id for id in self._sampled if id < last]:
+        trained = {group.prompt.id for group in groups}
+        for id in [id for id in self._sampled if id < last and id not in trained]:
             group = self._sampled.pop(id)
             self._open.pop(id, None)
             self.ledger.dropped(group, LEFT_OUT)
             self._prompts.visited(id, ())
             self._dropped.append(group)
+        for group in groups:
+            self.ledger.scored(group.prompt.id, group.rewards)  # again: they may be the loop's
+            self._open.pop(group.prompt.id, None)
+            self._sampled.pop(group.prompt.id, None)
+            self._prompts.visited(group.prompt.id, group.rewards)
+        self.ledger.trained(step, groups)
 
     @property
     def backlog(self) -> Backlog:
