@@ -124,6 +124,25 @@ def test_a_lost_trainer_is_restored_and_a_lost_generator_heals(tmp_path: Path) -
     assert last["step"] == restored["step"] + 2
 
 
+def test_each_call_may_be_in_a_task_of_its_own_as_in_a_notebook(tmp_path: Path) -> None:
+    """Two runs, one after the other."""
+    body = """
+    async def awaited(work):
+        return await work
+
+    for number in range(2):
+        run = await asyncio.create_task(awaited(titan_rl.start("toy.toml", quiet=True)))
+        groups = await asyncio.create_task(run.sample(run.prompts(4)))
+        groups = await asyncio.create_task(run.judge(groups))
+        stats = await asyncio.create_task(run.train(groups))
+        await asyncio.create_task(run.sync())
+        await asyncio.create_task(run.close())
+        shown(number=number, reward=stats.reward)
+    """
+    first, second = finished(tmp_path, body)
+    assert first["reward"] == second["reward"]
+
+
 def test_wrong_input_is_named_in_one_message(tmp_path: Path) -> None:
     body = """
     def refused(error):
