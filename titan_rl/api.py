@@ -160,6 +160,7 @@ class Run:
     async def sample(self, prompts: "Sequence[Prompt]", n: int | None = None) -> "list[Group]":
         """Sample n rollouts of each prompt (rollout.group_size), over all generators. A group that could not be sampled
         has a `failure`. Rollouts have the reward of their environment, or none yet."""
+        self._refuse_sleeping("sample")
         if self._record is not None and self._record.synced:
             await self._write()
         sampler = self._sampler(n or self.config.rollout.group_size)
@@ -221,6 +222,7 @@ class Run:
         """Measure the held-out problems and the sets of [eval.sets] with the weights that the generators serve."""
         from titan_rl.record.evaluation import metrics_of
 
+        self._refuse_sleeping("evaluate")
         found = await self._driven(self._verbs.evaluate(self.version or None))
         if self._record is not None and self._record.step == self.version:
             self._record.evaluations += found
@@ -300,6 +302,14 @@ class Run:
                 settings, parts.meshes.generators, verbs.judge(), decode, self._cursor.ledger
             )
         return self._samplers[n]
+
+    def _refuse_sleeping(self, verb: str) -> None:
+        """Refuse a call to engines that gave their GPUs to the trainers: the next weights wake them."""
+        from titan_rl.wire.errors import RunError
+
+        if self._parts.meshes.colocated and self.version < self.step:
+            asleep = f"after step {self.step}, found the weights of step {self.version} and engines asleep"
+            raise RunError(f'run.{verb}: expected `await run.sync()` {asleep}, because placement.kind is "colocated"')
 
     def _trainable(self, groups: "Sequence[Group]") -> "list[Group]":
         """Return the groups that did not fail. Refuse them if no step can be made of them."""

@@ -143,6 +143,24 @@ def test_each_call_may_be_in_a_task_of_its_own_as_in_a_notebook(tmp_path: Path) 
     assert first["reward"] == second["reward"]
 
 
+def test_colocated_engines_wait_for_weights(tmp_path: Path) -> None:
+    body = """
+    async with titan_rl.start("toy.toml", {"placement.kind": "colocated"}, quiet=True) as run:
+        for step in range(2):
+            await run.train(await run.judge(await run.sample(run.prompts(4))))
+            try:
+                await run.sample(run.prompts(1))
+            except titan_rl.RunError as error:
+                shown(text=str(error))
+            await run.sync()
+        shown(**await run.evaluate())
+    """
+    first, second, scores = finished(tmp_path, body)
+    assert first["text"].startswith("run.sample: expected `await run.sync()` after step 1")
+    assert second["text"].startswith("run.sample: expected `await run.sync()` after step 2")
+    assert "eval/score" in scores
+
+
 def test_wrong_input_is_named_in_one_message(tmp_path: Path) -> None:
     body = """
     def refused(error):
