@@ -179,7 +179,9 @@ def replay(plan: ReplayPlan, logprobs: bool, scratch: Path) -> int:
     results: list[tuple[int, StepStats]] = []
 
     async def work() -> int:
-        mesh = mesh_of(config, shape, device)
+        from titan_rl.meshes.faults import Watch
+
+        mesh, watch = mesh_of(config, shape, device), Watch()
         try:
             with terminal.phase(f"trainers, checkpoint of step {plan.start}"):
                 await mesh.start()
@@ -192,6 +194,7 @@ def replay(plan: ReplayPlan, logprobs: bool, scratch: Path) -> int:
                     stats = await mesh.step([packer.update(samples, mesh.dp) for samples in updates])
                 results.append((step, stats))
         finally:
+            watch.close()  # else Monarch may interrupt this process when it finds the ranks killed
             await mesh.kill()
         return DONE
 
