@@ -17,6 +17,7 @@ from titan_rl.wire.parts import part
 
 Kind = Literal["model", "generator"]
 KINDS: tuple[Kind, ...] = ("model", "generator")
+NVIDIA = Path("/proc/driver/nvidia")  # exists where NVIDIA's driver is installed
 LAUNCHER = str(Path(__file__).with_name("rank_launcher.py"))
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more

@@ -27,8 +27,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # `import titan_rl` imports none of it
     import numpy as np
@@ -161,7 +161,7 @@ class Run:
         """Sample n rollouts of each prompt (rollout.group_size), over all generators. A group that could not be sampled
         has a `failure`. Rollouts have the reward of their environment, or none yet."""
         self._refuse_sleeping("sample")
-        if self._record is not None and self._record.synced:
+        if self._record is not None and self._record.sync is not None:
             await self._write()
         sampler = self._sampler(n or self.config.rollout.group_size)
         with self._parts.clock("generate"):
@@ -216,7 +216,7 @@ class Run:
         cost = await self._driven(self._parts.weights.sync(self.step))
         self.version = self.step
         if self._record is not None:
-            self._record.sync, self._record.synced = cost, True
+            self._record.sync = cost
 
     async def evaluate(self) -> dict[str, float]:
         """Measure the held-out problems and the sets of [eval.sets] with the weights that the generators serve."""
@@ -258,6 +258,7 @@ class Run:
             raise error
         resume = await self._recovery.restored(error)
         self._parts.report.rewind(resume.kept_rl, resume.kept_cold_start)
+        self._cursor.close()
         await self._begin(resume)
 
     async def close(self) -> None:
@@ -278,8 +279,6 @@ class Run:
             await Controller(parts, verbs, resume, attempt=self._recovery.attempt).cold_start()
         start, state = await self._learner.resume("rl", resume)
         prompts = await verbs.begin("rl", start, state)
-        if getattr(self, "_cursor", None) is not None:
-            self._cursor.close()
         self._cursor = PromptCursor(prompts, verbs.ledger(start, state, self._recovery.attempt, own_loop=True))
         self._health = Health(self.config, parts.terminal.warn, parts.report.cause)
         self._samplers: dict[int, GroupSampler] = {}  # by the number of rollouts
@@ -404,7 +403,6 @@ class StepRecord:
     stats: "StepStats"
     dropped: "Sequence[Group]"
     sync: "SyncStats | None" = None
-    synced: bool = False
     evaluations: "list[Evaluation]" = field(default_factory=list)
 
 
@@ -460,15 +458,17 @@ def _servers() -> "Servers":
 @asynccontextmanager
 async def _opened(config: Any, overrides: Mapping[str, Any], quiet: bool) -> "AsyncIterator[Run]":
     from titan_rl.environment import prepare_environment
-    from titan_rl.meshes.starter import KINDS
+    from titan_rl.meshes.starter import KINDS, NVIDIA
 
     servers = _servers()
+    if not NVIDIA.exists():
+        servers.keep(KINDS)  # before anything else: their imports take longer than all the rest
     with ExitStack() as stack:
         invocation = invocation_of(config, overrides)
         servers.keep(() if invocation.device == "cuda" else KINDS)
         setup, terminal = _planned(invocation, quiet, stack)
-        meshes = setup.config.generator.replicas + setup.config.environment.processes
-        prepare_environment(setup.config.fault.detect_seconds, setup.config.hosts.tls, meshes)
+        config = setup.config
+        prepare_environment(config.fault.detect_seconds, config.hosts.tls, config.polled_meshes)
         async with _up(setup, terminal) as run:
             yield run
 
@@ -515,7 +515,7 @@ async def _up(setup: "Setup", terminal: "Terminal") -> "AsyncIterator[Run]":
 
     task, clock = asyncio.current_task(), Clock()
     assert task is not None
-    stop = Stop(task, clock, terminal, stops=cast(Any, SimpleNamespace(each=[])))  # signals stay the caller's
+    stop = Stop(task, clock, terminal, listens=False)
     async with opened(setup, terminal, stop, clock, last=False) as parts:
         run = Run(parts)
         run._recovery.attempt = 1
@@ -523,6 +523,8 @@ async def _up(setup: "Setup", terminal: "Terminal") -> "AsyncIterator[Run]":
         try:
             yield run
         finally:
-            await run._write()
-            run._cursor.close()
+            try:
+                await run._write()
+            finally:
+                run._cursor.close()
         parts.report.done(finished=True)

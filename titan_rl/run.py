@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, private_folder, socket_folder
-from titan_rl.meshes.starter import KINDS, Servers, starter
+from titan_rl.meshes.starter import KINDS, NVIDIA, Servers, starter
 from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.program import DONE, FAILED, FAILED_AGAIN, STOPPED, enter
 
@@ -31,7 +31,6 @@ REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts w
 POLICIES = "policies"
 MODELS = ("model", "critic", "teacher", "reward_model")
 EARLY_KEYS = ("hosts.isolation", "hosts.kind", *(f"{name}.hf_assets_path" for name in MODELS))
-NVIDIA = Path("/proc/driver/nvidia")  # exists where NVIDIA's driver is installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,8 +168,7 @@ def show_plan(setup: "Setup", warnings: Sequence[str], terminal: "Terminal", *, 
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
     config = setup.config
-    meshes = config.generator.replicas + (config.environment.processes if config.rollout_code else 0)
-    prepare_environment(config.fault.detect_seconds, config.hosts.tls, meshes)
+    prepare_environment(config.fault.detect_seconds, config.hosts.tls, config.polled_meshes)
     import asyncio  # late: a Ctrl-C during the first imports prints a traceback
 
     from titan_rl.session import session

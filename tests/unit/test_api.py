@@ -1,4 +1,4 @@
-"""titan_rl as a library, without a run: what an import costs, and what it offers."""
+"""titan_rl as a library, without a run: the cost of its import, and its names."""
 
 import subprocess
 import sys

@@ -124,6 +124,11 @@ class Config:
         return self.environment.name or self.task.agent
 
     @property
+    def polled_meshes(self) -> int:
+        """Return how many meshes Monarch polls: one for each replica and each environment process."""
+        return self.generator.replicas + (self.environment.processes if self.rollout_code else 0)
+
+    @property
     def longest_rollout(self) -> int:
         """Return the most tokens of a rollout. A packed row has a place for each token but the last, and holds both
         rollouts of a pair."""

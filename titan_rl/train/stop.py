@@ -82,9 +82,10 @@ class Stop:
         terminal: Terminal,
         grace: float = 25.0,
         stops: Stops | None = None,
+        listens: bool = True,
     ) -> None:
         """After the first signal, `task` has saved and ended within `grace` seconds, if saving is fast enough. With
-        `stops`, of all policies of this process, signals go there."""
+        `stops`, of all policies of this process, signals go there; if it does not `listen`, they stay the caller's."""
         self.requested = False
         self.save_seconds: float | None = None  # duration of the last save
         self.given_up = False  # the grace is over, except for what a save needs
@@ -101,10 +102,10 @@ class Stop:
         self._last = 0
         self._saved: int | None = None
         self._loop = asyncio.get_running_loop()
-        if stops is None:
-            listen(self.on_signal)
-        else:
+        if stops is not None:
             stops.each.append(self)
+        elif listens:
+            listen(self.on_signal)
 
     # -- called by the loop -----------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ async def _run(
     report = StepReport(found, clock, loop)
     # In the place of Snapshots: the controller's own work at the end of each step.
     snapshots: Any = SimpleNamespace(forget=lambda but: None, take=lambda *_: asyncio.sleep(rates.step_s))
-    stop = Stop(task, clock, terminal, stops=cast(Any, SimpleNamespace(each=[])))
+    stop = Stop(task, clock, terminal, listens=False)
     regrowth, watch = Regrowth(trainers, None, config, incidents), cast(Any, None)
     parts = RunParts(
         setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, cast(Any, report), regrowth
