@@ -240,7 +240,7 @@ class SlurmRun(RunFiles):
     def launcher(self) -> psutil.Process:
         """Return the process of titan_rl.tools.launch."""
         started = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        (launch,) = (each for each in started if each.cmdline()[1:3] == ["-m", "titan_rl", "launch"])
+        (launch,) = (each for each in started if each.cmdline()[1:3] == ["-m", "titan_rl.tools.launch"])
         return launch
 
     @property
