@@ -5,7 +5,7 @@
 
     loss = sum_t weight_t (correction_t surrogate_t + kl_coef KL_t + ratio_penalty (log r_t)^2 - entropy_coef H_t)
 
-`surrogate_t` is a function of the ratio r and the advantage A, which the key `clip` names: surrogate.py; or with
+`surrogate_t` is a function of the ratio r and the advantage A, which the key `clip` names (config/methods.py); or with
 `distill_top_k` the divergence from the teacher, divergence.py, times the clipped ratio if `clip` is "cispo". With
 `top_entropy_share` only the tokens of highest entropy have a surrogate and an entropy bonus.
 `weight_t` holds mask, aggregation and the global denominator (packing.py), so the sum over microbatches and ranks *is*
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from titan_rl.config.methods import CLIPS, function_of
 from titan_rl.config.sections import Level
 from titan_rl.kernels.kl import MAX_LOG_RATIO, kl_estimate
 from titan_rl.kernels.off_policy import off_policy_weights
@@ -33,7 +34,7 @@ from titan_rl.kernels.statistics import (
     masked_min,
     masked_sum,
 )
-from titan_rl.kernels.surrogate import CLIPS, Clipped, Policies, Surrogate, sequence_log_ratio
+from titan_rl.kernels.surrogate import Clipped, Policies, Surrogate, sequence_log_ratio
 from titan_rl.wire.types import RATIO_EDGES
 
 
@@ -73,7 +74,7 @@ def policy_loss(
         loss_T, own = own_loss(tokens.own_loss, policies, behaviour_T, tokens.reference)
         clipped = Clipped(loss_T)
     else:
-        clipped = CLIPS[surrogate.clip](policies, surrogate)
+        clipped = function_of(CLIPS[surrogate.clip])(policies, surrogate)
     if tokens.divergence is not None:
         loss_T, limited_T = selected(tokens.divergence), ratio_T.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
         clipped = replace(clipped, loss_T=limited_T.detach() * loss_T if surrogate.clip == "cispo" else loss_T)

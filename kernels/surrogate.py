@@ -1,29 +1,17 @@
 """The surrogate of a token: one function for each value of the key `clip`, and the settings of the loss.
 
-With the ratio r, the advantage A, and p = exp(logprob_t), q = exp(old_t):
-
-    ppo         -min(r A, clip(r, 1 - low, 1 + high) A)     where A < 0, at most -dual_clip A (dual clip)
-    cispo       -sg(clip(r, 1 - low, 1 + high)) A logprob_t
-    sapo        -4 / tau sigmoid(tau (r - 1)) A             tau by the sign of A
-    dppo_tv     -sg(min(r, dual_clip)) A logprob_t          0 if A > 0 and p - q > high, or A <= 0 and p - q < -low
-    dppo_kl     the same                                    0 if KL((q, 1 - q) || (p, 1 - p)) is above high or low
-    prob_diff   -r A                                        0 if p - q > high or p - q < -low
-    gmpo        -exp(mean_t(log r_t)) A                     log r_t at most high if A > 0, at least -low if A < 0
-    vespo       -sg(w^k exp(lambda (1 - w))) A logprob_t    w = prod_t r_t; k and lambda by the sign of A
-    clip_cov    as ppo                                      0 for some tokens of high covariance
-    kl_cov      -r A                                        + cov_kl_coef |log r_t| for the highest covariances
-    none        -r A
+config/methods.py lists the clips with their formulas, where r is the ratio, A the advantage, p = exp(logprob_t) and
+q = exp(old_t). sapo's tau, and vespo's k and lambda, follow from the sign of A.
 
 The covariance of a token is (A - mean A) (logprob_t - mean logprob), with means over the microbatch.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from titan_rl.config.sections import Clip, Level
+from titan_rl.config.sections import Level
 from titan_rl.kernels.kl import MAX_LOG_RATIO, Estimator
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.selections import evenly_spaced, ranks, share_of
@@ -36,7 +24,7 @@ TINY = 1e-8  # keeps dppo_kl's logarithm finite where a probability is 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
     ratio: Level = "token"
-    clip: Clip = "ppo"
+    clip: str = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0  # above 1; 0 disables it
@@ -186,21 +174,6 @@ def kl_cov(x: Policies, s: Surrogate) -> Clipped:
 
 def unclipped(x: Policies, s: Surrogate) -> Clipped:
     return Clipped(-x.ratio_T * x.advantage_T)
-
-
-CLIPS: dict[Clip, Callable[[Policies, Surrogate], Clipped]] = {
-    "ppo": ppo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "prob_diff": prob_diff,
-    "gmpo": gmpo,
-    "vespo": vespo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "none": unclipped,
-}
 
 
 def sequence_log_ratio(

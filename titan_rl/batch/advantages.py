@@ -1,18 +1,7 @@
 """Computes advantages from rewards: how much better each token did than expected. Pure functions on numpy.
 
-    group            r - mean(group)                     GRPO, Dr.GRPO; MaxRL with normalize = "mean"
-    leave_one_out    r - mean(the others)                RLOO
-    per_reward       sum_k w_k (r_k - mean(group_k)) / std(group_k)     GDPO
-    pass_at_k        mean over sets S of k samples that have i of max(S) - max(S without i)
-    length_weighted  r - sum(length r) / sum(length)     OPO
-    return           sum of discounted token rewards     REINFORCE++
-    greedy           the same - the reward of the greedy answer     ReMax
-    optimal_token    the same - sum(W_t R_t) / sum(W_t) over the group     OTB
-    gae              sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t     PPO
-    teacher          teacher log-prob - sampling log-prob: on-policy distillation, reverse KL token by token
-
-Then, by `normalize`: divided by the group's standard deviation ("group") or mean ("mean"), or whitened over all tokens
-of the step ("batch"), or unchanged.
+config/methods.py lists the estimators with their formulas. Then, by `normalize`, advantages are divided by the group's
+standard deviation ("group") or mean ("mean"), or whitened over all tokens of the step ("batch"), or unchanged.
 """
 
 import math
@@ -110,20 +99,29 @@ def token_baselines(returns: Sequence[np.ndarray], norms: Sequence[np.ndarray], 
     return [baseline[: len(r)] for r in returns]
 
 
-def against_group(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
-    """Return the advantages of a group's rewards, which were earned by `lengths` sampled tokens."""
-    scaled = a.normalize == "group"
-    match a.advantage:
-        case "group":
-            return over_mean(rewards) if a.normalize == "mean" else group_relative(rewards, normalize_std=scaled)
-        case "leave_one_out":
-            return leave_one_out(rewards)
-        case "pass_at_k":
-            return pass_at_k(rewards, a.pass_k or len(rewards), normalize_std=scaled)
-        case "length_weighted":
-            return length_weighted(rewards, lengths)
-        case other:
-            raise ValueError(f'algorithm.advantage = "{other}" has no baseline of one reward')
+def of_group(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    return (
+        over_mean(rewards) if a.normalize == "mean" else group_relative(rewards, normalize_std=a.normalize == "group")
+    )
+
+
+def of_others(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    return leave_one_out(rewards)
+
+
+def over_median(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    """Return reward minus the group's median, divided by the standard deviation of `group_relative` if asked."""
+    r = np.array(rewards, np.float64)
+    scale = r.std(ddof=1) + 1e-4 if a.normalize == "group" and len(r) > 1 else 1.0
+    return ((r - np.median(r)) / scale).tolist()
+
+
+def of_best(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    return pass_at_k(rewards, a.pass_k or len(rewards), normalize_std=a.normalize == "group")
+
+
+def of_lengths(rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection) -> list[float]:
+    return length_weighted(rewards, lengths)
 
 
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:

@@ -6,16 +6,16 @@ its sampled tokens in the order of its turns.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, zip_longest
 from types import MappingProxyType
-from typing import get_args
 
 import numpy as np
 
-from titan_rl.batch.advantages import against_group, discounted, gae, kl_penalty, per_reward, token_baselines, whiten
-from titan_rl.config.choices import GroupBaseline
+from titan_rl.batch.advantages import discounted, gae, kl_penalty, per_reward, token_baselines, whiten
+from titan_rl.config.methods import advantage_of, function_of
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.side_columns import extras_of
@@ -97,42 +97,35 @@ def with_advantages(
     remaining = iter(samples)
     trained = _trained(groups, algorithm)
     valid = [[(r, [next(remaining) for _ in r.branches]) for _, r in rollouts] for rollouts in trained]
-    returns: Arrays | None = None
-    gains = _teacher_gains(samples, on, lengths) if algorithm.needs_teacher else []
-    if estimate is not None:
-        found = [a for group, r in zip(groups, valid, strict=True) if r for a in _estimated(group, r, estimate)]
-        advantages = _cut(np.where(on, _flat(found), 0.0), lengths)
-    elif algorithm.advantage in get_args(GroupBaseline):
-        by_turn = algorithm.credit == "turn"
-        estimates = (_of_turns(r, algorithm) if by_turn else _of_rollouts(r, algorithm, weights) for r in valid)
-        advantages = _cut(np.where(on, _flat(chain.from_iterable(estimates)), 0.0), lengths)
-    elif algorithm.advantage == "teacher":
-        advantages = gains
-    else:
-        pairs = [pair for rollouts in valid for r, own in rollouts if own for pair in _of_trajectory(r, own, algorithm)]
-        advantages = [advantage for advantage, _ in pairs]
-        returns = [r for _, r in pairs] if algorithm.advantage == "gae" else None
-        if algorithm.advantage == "greedy":
-            counts = [sum(len(own) for _, own in each) for each in valid]
-            greedy = np.repeat([group.baseline for group in groups if group.baseline is not None], counts)
-            advantages = _cut(np.where(on, _flat(advantages) - np.repeat(greedy, lengths), 0.0), lengths)
-        elif algorithm.advantage == "optimal_token":
-            left = iter(advantages)
-            advantages = _cut(_flat(a for each in valid for a in _minus_token_baselines(each, left)), lengths)
+    entry, columns = advantage_of(algorithm.advantage), defaultdict[str, Arrays](list)
+    for group, rollouts in zip(groups, valid, strict=True):
+        judged = JudgedGroup(group, rollouts, algorithm, weights)
+        if not rollouts:
+            continue
+        if estimate is not None:
+            found = {"advantage": _estimated(group, rollouts, estimate)}
+        elif entry.level == "reward":
+            found = {"advantage": _of_baseline(judged, function_of(entry))}
+        else:
+            found = function_of(entry)(judged)
+        for name, arrays in found.items():
+            columns[name] += arrays
+    advantages = _cut(np.where(on, _flat(columns.pop("advantage", ())), 0.0), lengths)
     if algorithm.normalize == "batch":
         advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
     if algorithm.teacher_coef:  # after the baseline and its scale: a critic's returns know nothing of it
-        advantages = [a + algorithm.teacher_coef * gain for a, gain in zip(advantages, gains, strict=True)]
-    judged = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
-    if returns is not None:
-        judged = [s.with_columns(**{"return": r}) for s, r in zip(judged, returns, strict=True)]
+        gained = _gains(samples)
+        advantages = [a + algorithm.teacher_coef * gain for a, gain in zip(advantages, gained, strict=True)]
+    estimated = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
+    for name, arrays in columns.items():
+        estimated = [s.with_columns(**{name: each}) for s, each in zip(estimated, arrays, strict=True)]
 
     *begins, count = np.cumsum([0, *(len(group.rollouts) for group in groups)]).tolist()
     owners = [begin + k for begin, each in zip(begins, trained, strict=True) for k, r in each for _ in r.branches]
     owner = np.repeat(np.array(owners, np.int64), lengths)[on]  # the rollout of each trained token
     sums = np.bincount(owner, _flat(advantages)[on], count)
     means = iter((sums / np.maximum(np.bincount(owner, minlength=count), 1)).tolist())
-    return [replace(g, rollouts=[replace(r, advantage=next(means)) for r in g.rollouts]) for g in groups], judged
+    return [replace(g, rollouts=[replace(r, advantage=next(means)) for r in g.rollouts]) for g in groups], estimated
 
 
 def dead(samples: Sequence[Sample]) -> bool:
@@ -146,9 +139,10 @@ def teaches(group: Group, algorithm: AlgorithmSection, weights: Weights = NO_WEI
     if algorithm.advantage == "per_reward":
         return any(_of_rewards(rollouts, algorithm, weights))
     if algorithm.credit == "outcome":
-        signals = [rollout.signal for rollout in rollouts]
-        differ = len({*signals}) > 1
-        return any(against_group(signals, (), algorithm)) if algorithm.advantage == "pass_at_k" else differ
+        signals, entry = [rollout.signal for rollout in rollouts], advantage_of(algorithm.advantage)
+        if len({*signals}) < 2 or entry.level != "reward":
+            return len({*signals}) > 1
+        return any(function_of(entry)(signals, [rollout.sampled for rollout in rollouts], algorithm))
     returns = (_discounted_turns(_turn_rewards(rollout), algorithm.gamma) for rollout in rollouts)
     return any(len({value for value in turn if value is not None}) > 1 for turn in zip_longest(*returns))
 
@@ -207,10 +201,12 @@ def _flat(values: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *values], dtype=np.float64)
 
 
-def _teacher_gains(samples: Sequence[Sample], on: np.ndarray, lengths: np.ndarray) -> Arrays:
+def _gains(samples: Iterable[Sample]) -> Arrays:
     """Return the teacher's log-prob less the sampling log-prob, 0 where the mask is 0."""
-    gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
-    return _cut(np.where(on, gain, 0.0), lengths)
+    return [
+        np.where(np.asarray(s.mask) > 0, np.subtract(s.columns["teacher"], s.columns["behaviour"]), 0.0)
+        for s in samples
+    ]
 
 
 def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
@@ -219,6 +215,59 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
 
 
 ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
+Baseline = Callable[[Sequence[float], Sequence[int], AlgorithmSection], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGroup:
+    """What an estimator of a whole group gets. It returns arrays by the name of a column, one for each sample:
+    "advantage", and others that the losses read."""
+
+    group: Group
+    valid: ValidRollouts
+    algorithm: AlgorithmSection
+    weights: Weights
+
+
+def of_each_reward(judged: JudgedGroup) -> dict[str, Arrays]:
+    advantages = _of_rewards([rollout for rollout, _ in judged.valid], judged.algorithm, judged.weights)
+    return {"advantage": _spread(advantages, judged.valid)}
+
+
+def returns(judged: JudgedGroup) -> dict[str, Arrays]:
+    return {"advantage": [advantage for advantage, _ in _of_trajectories(judged)]}
+
+
+def over_greedy(judged: JudgedGroup) -> dict[str, Arrays]:
+    return {"advantage": [advantage - judged.group.baseline for advantage, _ in _of_trajectories(judged)]}
+
+
+def over_token_baselines(judged: JudgedGroup) -> dict[str, Arrays]:
+    left = iter(returns(judged)["advantage"])
+    return {"advantage": _minus_token_baselines(judged.valid, left)}
+
+
+def over_critic(judged: JudgedGroup) -> dict[str, Arrays]:
+    pairs = _of_trajectories(judged)
+    return {"advantage": [advantage for advantage, _ in pairs], "return": [value for _, value in pairs]}
+
+
+def gains(judged: JudgedGroup) -> dict[str, Arrays]:
+    return {"advantage": _gains(sample for _, own in judged.valid for sample in own)}
+
+
+def _of_trajectories(judged: JudgedGroup) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [pair for rollout, own in judged.valid if own for pair in _of_trajectory(rollout, own, judged.algorithm)]
+
+
+def _of_baseline(judged: JudgedGroup, baseline: Baseline) -> Arrays:
+    by_turn = judged.algorithm.credit == "turn"
+    return (_of_turns if by_turn else _of_rollouts)(judged.valid, judged.algorithm, baseline)
+
+
+def _spread(advantages: Sequence[float], valid: ValidRollouts) -> Arrays:
+    """Return each rollout's advantage for all tokens of its samples."""
+    return [np.full(len(s.tokens), a) for a, (_, own) in zip(advantages, valid, strict=True) for s in own]
 
 
 def _estimated(group: Group, valid: ValidRollouts, estimate: Estimate) -> Arrays:
@@ -286,21 +335,17 @@ def _charges(valid: ValidRollouts, charges: Sequence[Sequence[float]]) -> list[l
     ]
 
 
-def _of_rollouts(valid: ValidRollouts, algorithm: AlgorithmSection, weights: Weights) -> Arrays:
+def _of_rollouts(valid: ValidRollouts, algorithm: AlgorithmSection, baseline: Baseline) -> Arrays:
     """Return the advantages of a group's samples with credit "outcome": each token has its rollout's. A KL in the
     reward is subtracted before the baseline."""
     rewards = [rollout.signal for rollout, _ in valid]
     if algorithm.kl_in == "reward":
         charges = _charges(valid, [[float(sum(_kl(s, algorithm).sum() for s in own))] for _, own in valid])
         rewards = [reward - charge for reward, (charge,) in zip(rewards, charges, strict=True)]
-    if algorithm.advantage == "per_reward":
-        advantages = _of_rewards([rollout for rollout, _ in valid], algorithm, weights)
-    else:
-        advantages = against_group(rewards, [rollout.sampled for rollout, _ in valid], algorithm)
-    return [np.full(len(s.tokens), a) for a, (_, own) in zip(advantages, valid, strict=True) for s in own]
+    return _spread(baseline(rewards, [rollout.sampled for rollout, _ in valid], algorithm), valid)
 
 
-def _of_turns(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
+def _of_turns(valid: ValidRollouts, algorithm: AlgorithmSection, baseline: Baseline) -> Arrays:
     """Return the advantages of a group's samples with credit "turn": each token has its turn's. A KL in the reward is
     subtracted before the baseline."""
     kl = [np.concatenate([_kl(s, algorithm) for s in own]) for _, own in valid]
@@ -311,7 +356,7 @@ def _of_turns(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
         for (rollout, _), charge in zip(valid, charges, strict=True)
     ]
     by_turn = zip_longest(*returns)  # the k-th turns of all rollouts; None where a rollout ended before
-    advantages = [iter(against_group([g for g in turn if g is not None], (), algorithm)) for turn in by_turn]
+    advantages = [iter(baseline([g for g in turn if g is not None], (), algorithm)) for turn in by_turn]
     return [
         level
         for (rollout, _), g in zip(valid, returns, strict=True)
@@ -339,7 +384,7 @@ def _of_trajectory(
             last = np.maximum(np.searchsorted(trained, lengths) - 1, 0)
             np.add.at(rewards, trained[last], _turn_rewards(rollout))
     rewards = rewards - joined([_kl(s, algorithm) for s in own])
-    if algorithm.advantage == "gae":
+    if algorithm.needs_critic:
         values = joined([s.columns["value"] for s in own])
         advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
     else:

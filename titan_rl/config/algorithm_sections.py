@@ -7,10 +7,8 @@ from typing import Literal, get_args
 from titan_rl.config.choices import (
     MOST_RANKS,
     MOST_SECONDS,
-    Advantage,
     Aggregation,
     AlgorithmName,
-    Clip,
     Estimator,
     Level,
     NestedTables,
@@ -22,6 +20,7 @@ from titan_rl.config.choices import (
     Weight,
     bounds,
 )
+from titan_rl.config.methods import ADVANTAGES, CLIPS, advantage_of
 from titan_rl.config.model_sections import ParallelismSection
 
 
@@ -167,10 +166,8 @@ class AlgorithmSection:
 
     name: AlgorithmName = "grpo"
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
-    advantage: Advantage = field(default="group", metadata={"own": True})
-    """Baseline of a reward: its group's mean ("group"; of each reward: "per_reward"; by length: "length_weighted"), the
-    others' mean ("leave_one_out") or best ("pass_at_k"), none ("return"), a greedy answer ("greedy"), one per token
-    ("optimal_token"), a critic ("gae"); "teacher": no rewards; or your own function (docs/algorithms.md)."""
+    advantage: str = field(default="group", metadata={"own": True, "named": ADVANTAGES})
+    """Baseline of a reward (docs/algorithms.md), or your own function."""
     teacher_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the teacher's log-prob less the sampling log-prob, which is added to each token's advantage of rewards.
     0: no teacher, unless advantage = "teacher", which uses nothing else."""
@@ -205,7 +202,7 @@ class AlgorithmSection:
     """Lambda of GAE."""
     ratio: Level = "token"
     """Importance ratio: per token, or the geometric mean over a sequence (GSPO)."""
-    clip: Clip = "ppo"
+    clip: str = field(default="ppo", metadata={"named": CLIPS})
     """"ppo" clips the objective; "cispo" the weight of the log-prob; "sapo" fades the gradient out. "dppo_*" and
     "prob_diff" drop tokens whose probability moved too far. "gmpo" clips log-ratios; "vespo" weighs whole sequences.
     "clip_cov" and "kl_cov" hold back tokens that would lower the entropy most (docs/algorithms.md)."""
@@ -355,7 +352,7 @@ class AlgorithmSection:
 
     @property
     def needs_critic(self) -> bool:
-        return self.kind == "rl" and self.advantage == "gae"
+        return self.kind == "rl" and advantage_of(self.advantage).needs == "value"
 
     @property
     def needs_teacher(self) -> bool:

@@ -17,10 +17,7 @@ Family = Literal[
     "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "glm4", "gemma3", "gpt_oss"
 ]
 FamilyChoice = Literal["auto", Family]
-GroupBaseline = Literal["group", "leave_one_out", "per_reward", "pass_at_k", "length_weighted"]
-Advantage = Literal[GroupBaseline, "return", "greedy", "optimal_token", "gae", "teacher"]
 Level = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "sapo", "dppo_tv", "dppo_kl", "prob_diff", "gmpo", "vespo", "clip_cov", "kl_cov", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]

@@ -26,7 +26,6 @@ from titan_rl.config.choices import (  # noqa: F401 (declared for all rooms)
     BYTES,
     Aggregation,
     AlgorithmName,
-    Clip,
     Dtype,
     Estimator,
     Family,

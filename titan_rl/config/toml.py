@@ -16,8 +16,8 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -66,10 +66,11 @@ class Key:
     le: float | None = None
     lt: float | None = None
     own: bool = False  # the name of a user's function is a value, too
+    named: Mapping[str, Any] = field(default_factory=dict)  # methods.py: the values, with their descriptions
 
     @property
     def choices(self) -> tuple[str | bool, ...]:
-        return get_args(self.type) if get_origin(self.type) is Literal else ()
+        return tuple(self.named) or (get_args(self.type) if get_origin(self.type) is Literal else ())
 
     @property
     def is_switch(self) -> bool:
@@ -156,12 +157,21 @@ def schema() -> dict[str, dict[str, Key]]:
     return {
         section: {
             key.name: Key(
-                type=key.type, default=getattr(kind(), key.name), doc=described[section][key.name], **key.metadata
+                type=key.type,
+                default=getattr(kind(), key.name),
+                doc=" ".join([described[section][key.name], *_summaries(key.metadata.get("named", {}))]),
+                **key.metadata,
             )
             for key in fields(kind)
         }
         for section, kind in get_type_hints(Config).items()
     }
+
+
+def _summaries(named: Mapping[str, Any]) -> list[str]:
+    """Return one text of what the values of a key are, if they have summaries."""
+    texts = [f'"{name}": {entry.summary}' for name, entry in named.items() if getattr(entry, "summary", "")]
+    return ["; ".join(texts) + "."] if texts else []
 
 
 def docs() -> dict[str, dict[str, str]]:

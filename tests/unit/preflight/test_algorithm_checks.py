@@ -109,7 +109,7 @@ TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
         ),
         (
             'name = "cispo"\ndual_clip = 6',
-            'algorithm.dual_clip: expected 0, because algorithm.clip is "cispo", found 6',
+            'algorithm.dual_clip: expected 0, because algorithm.clip = "cispo" does not use it, found 6',
         ),
         (
             'clip = "gmpo"',
@@ -278,8 +278,8 @@ def test_every_problem_of_an_algorithm_at_once(tmp_path: Path) -> None:
     keys = [problem.split(":")[0] for problem in problems(config(tmp_path, toml))]
     assert keys == [
         "algorithm.normalize",
-        "algorithm.dynamic_sampling",
         "algorithm.dual_clip",
+        "algorithm.dynamic_sampling",
         "algorithm.dual_clip",
         "algorithm.correction_low",
         "algorithm.rejection_low",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_rl.config.choices import Clip, Level
+from titan_rl.config.choices import Level
 
 FACTS = "model.json"
 """File beside the adapters of a saved model: base, rank, layers, steps."""
@@ -30,7 +30,7 @@ class ServedLoss:
 
     name: LossName
     ratio: Level = "token"
-    clip: Clip = "none"
+    clip: str = "none"
     low: float = 0.0
     high: float = 0.0
 

@@ -4,22 +4,20 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import get_args
 
-from titan_rl.config.choices import GroupBaseline
+from titan_rl.config.methods import advantage_of, rules_of
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe
-from titan_rl.preflight.refusal import problem
+from titan_rl.preflight.refusal import problem, written
 from titan_rl.wire.model_shape import ModelShape
 
 CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
 MOST_SAMPLES = 2**20
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses higher ones
 SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
-COMPARES = (*get_args(GroupBaseline), "optimal_token")  # advantages of a sample against its group
 UNPAIRED = (  # keys of advantages and of the policy loss, neither of which a loss of pairs has
     *("advantage", "teacher_coef", "credit", "ratio", *CLIPS, "ratio_penalty", "aggregation", "kl_coef"),
     *("entropy_coef", "entropy_target", "top_entropy_share", "proximal", "correction", "rejection"),
@@ -46,21 +44,19 @@ def check_algorithm(config: Config) -> Iterator[str]:
     yield from _check_pairs(config)
     yield from _check_own(config)
     because = f'because algorithm.advantage = "{a.advantage}"'
-    if a.advantage in COMPARES and rollout.group_size < 2:
+    compares = advantage_of(a.advantage).compares
+    if compares and rollout.group_size < 2:
         yield wrong("rollout.group_size", f"at least 2, {because} compares the samples of a group")
-    if a.normalize == "group" and a.advantage not in ("group", "per_reward", "pass_at_k"):
-        yield wrong("algorithm.normalize", f'"none" or "batch", {because} is not divided by the group\'s deviation')
+    yield from _check_rules(config)
     yield from _check_estimators(config)
     if a.dynamic_sampling and rollout.group_size < 2:
         equal = f"all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
         yield wrong("algorithm.dynamic_sampling", f"false, because {equal}")
-    elif a.dynamic_sampling and a.advantage not in COMPARES:
+    elif a.dynamic_sampling and not compares:
         alone = f"{because} does not compare the samples of a group, and equal rewards teach too"
         yield wrong("algorithm.dynamic_sampling", f"false, {alone}")
     if 0 < a.dual_clip <= 1 + a.clip_high:
         yield wrong("algorithm.dual_clip", f"a value above 1 + clip_high = {1 + a.clip_high:g}, or 0 for off")
-    if a.dual_clip and a.clip not in ("ppo", "dppo_tv", "dppo_kl"):
-        yield wrong("algorithm.dual_clip", f'0, because algorithm.clip is "{a.clip}"')
     yield from check_gates(config)
     for key in ("correction", "rejection"):
         if getattr(a, f"{key}_low") >= (high := getattr(a, f"{key}_high")):
@@ -70,13 +66,6 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield wrong("algorithm.proximal", f'"trainer", because {twice}')
     if rollout.groups_per_step % a.minibatches:
         yield wrong("algorithm.minibatches", f"a divisor of rollout.groups_per_step = {rollout.groups_per_step}")
-    if a.advantage == "teacher":
-        if a.credit == "turn":
-            yield wrong("algorithm.credit", f'"outcome", {because} uses no rewards')
-        if a.kl_coef and a.kl_in == "reward":
-            yield wrong("algorithm.kl_in", f'"loss", {because} uses no rewards')
-        if a.overlong_buffer:
-            yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
     if a.overlong_buffer > rollout.max_new_tokens:
         yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
 
@@ -95,16 +84,8 @@ def _check_pairs(config: Config) -> Iterator[str]:
 
 
 def check_gates(config: Config) -> Iterator[str]:
-    """Check the keys of single clips, and of the entropy's control."""
+    """Check the bounds of clips and of the entropy's control."""
     wrong, a = partial(problem, config), config.algorithm
-    clip = f'because algorithm.clip = "{a.clip}"'
-    if a.clip == "gmpo" and a.ratio != "sequence":
-        yield wrong("algorithm.ratio", f'"sequence", {clip} is a mean over each sequence')
-    if a.clip == "vespo" and a.ratio != "token":
-        yield wrong("algorithm.ratio", f'"token", {clip} multiplies the ratios of a sequence itself')
-    for key in ("clip_low", "clip_high"):
-        if a.clip in ("dppo_tv", "prob_diff") and getattr(a, key) >= 1:
-            yield wrong(f"algorithm.{key}", f"a value below 1, {clip} bounds the change of a probability")
     if a.clip == "clip_cov" and a.cov_low >= a.cov_high:
         yield wrong("algorithm.cov_low", f"a value below algorithm.cov_high = {a.cov_high:g}")
     low, high = a.entropy_coef_min, a.entropy_coef_max
@@ -114,31 +95,28 @@ def check_gates(config: Config) -> Iterator[str]:
         yield wrong("algorithm.entropy_coef", f"a value in [{low:g}, {high:g}] with algorithm.entropy_target")
 
 
+def _check_rules(config: Config) -> Iterator[str]:
+    """Check the keys that the chosen methods restrict (config/methods.py)."""
+    a = config.algorithm
+    for chosen, rule in rules_of(a):
+        value = getattr(a, rule.key)
+        if not rule.holds(value):
+            named = " or ".join(map(written, rule.allowed)) or f"a value below {rule.below:g}"
+            because = f'because algorithm.{chosen} = "{getattr(a, chosen)}" {rule.reason}'
+            yield problem(config, f"algorithm.{rule.key}", f"{named}, {because}")
+
+
 def _check_estimators(config: Config) -> Iterator[str]:
-    """Check what advantages and length rewards need of other keys."""
+    """Check what advantages and length rewards need of numbers and of other sections."""
     a, rollout, size = config.algorithm, config.rollout, config.rollout.group_size
-    charged, shaped = a.kl_coef > 0 and a.kl_in == "reward", a.length_reward != "none"
-    mean, each, best = a.normalize == "mean", a.advantage == "per_reward", a.advantage == "pass_at_k"
     kimi, target = a.length_reward == "kimi", a.length_reward == "target"
     longest = math.inf if config.rollout_code else rollout.max_new_tokens
     because = f'because algorithm.advantage = "{a.advantage}"'
     whole = "because algorithm.distill_top_k trains on a divergence over the whole vocabulary"
-    positive = 'because algorithm.normalize = "mean" needs rewards of at least 0'
     length = f'because algorithm.length_reward = "{a.length_reward}"'
+    best = a.advantage == "pass_at_k"
     refused = [
-        (mean and a.advantage != "group", "normalize", f'"none" or "batch", {because} is not divided by a mean'),
-        (mean and charged, "kl_in", f'"loss", {positive}'),
-        (mean and a.overlong_buffer, "overlong_buffer", f"0, {positive}"),
-        (mean and shaped, "length_reward", f'"none", {positive}'),
-        (each and a.normalize == "none", "normalize", f'"group" or "batch", {because} divides by deviations'),
-        (each and a.credit == "turn", "credit", f'"outcome", {because} compares the rewards of whole rollouts'),
-        (each and charged, "kl_in", f'"loss", {because} normalizes each reward by itself'),
-        (a.advantage == "length_weighted" and a.credit == "turn", "credit", f'"outcome", {because} weighs rollouts'),
         (best and (a.pass_k == 1 or a.pass_k > size), "pass_k", f"0, or 2 to rollout.group_size = {size}"),
-        (a.pass_k and not best, "pass_k", f"0, {because} does not use it"),
-        (a.length_target and not target, "length_target", f"0, {length} does not use it"),
-        (a.advantage == "teacher" and shaped, "length_reward", f'"none", {because} uses no rewards'),
-        (kimi and a.advantage == "greedy", "length_reward", f'"none" or "target", {because} is outside the group'),
         (target and not a.length_target, "length_target", f"at least 1, {length}"),
         (a.distill_top_k and a.advantage != "teacher", "distill_top_k", '0 unless algorithm.advantage = "teacher"'),
         (a.distill_top_k and a.normalize != "none", "normalize", f'"none", {whole}'),
@@ -148,7 +126,7 @@ def _check_estimators(config: Config) -> Iterator[str]:
         (target and a.length_target > longest, "length_target", f"at most rollout.max_new_tokens = {longest}"),
     ]
     yield from (problem(config, f"algorithm.{key}", expected) for holds, key, expected in refused if holds)
-    if each and len(config.task.rewards) < 2:
+    if a.advantage == "per_reward" and len(config.task.rewards) < 2:
         yield problem(config, "task.rewards", f"at least two rewards, {because} normalizes each by itself")
     if kimi and size < 2:
         yield problem(config, "rollout.group_size", f"at least 2, {length} compares the lengths of a group")

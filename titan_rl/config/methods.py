@@ -1,0 +1,253 @@
+"""Declares the built-in advantages and clips: for each its function, its formula, and the keys that it restricts.
+
+The values of algorithm.advantage and algorithm.clip, their --help, two tables of docs/algorithms.md and most of
+preflight/checks/algorithm.py follow from these entries. To add a method, add its entry here and its function in
+batch/advantages.py or kernels/surrogate.py. presets.py has the algorithms, which choose among methods.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A restriction of another key for as long as a method is chosen."""
+
+    key: str  # of [algorithm], or "section.key"
+    allowed: tuple[bool | int | float | str, ...]  # its values; empty: those below `below`
+    reason: str
+    below: float = 0.0
+    beside: str = ""  # the rule applies only where this key of [algorithm] is not 0
+
+    def holds(self, value: Any) -> bool:
+        return value in self.allowed if self.allowed else value < self.below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantage:
+    """An estimator of advantages. What `function` is called with depends on `level`:
+
+    reward      a group's rewards, their lengths in tokens, and [algorithm]: it returns a number for each reward
+    group       a group with its samples (batch/experience.py): it returns an array for each sample
+    """
+
+    function: str
+    summary: str  # for --help
+    formula: str
+    used_by: str
+    level: Literal["reward", "group"] = "reward"
+    compares: bool = True  # the samples of a group, so that equal rewards teach nothing
+    needs: Literal["", "value", "teacher", "score_norm"] = ""  # the column that another model or pass computes
+    scales: tuple[str, ...] = ("none", "batch")  # values of algorithm.normalize
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """A surrogate of the policy loss: `function` gets Policies and Surrogate (kernels/surrogate.py)."""
+
+    function: str
+    formula: str
+    rules: tuple[Rule, ...] = ()
+
+
+def _advantage(name: str, **keys: Any) -> Advantage:
+    return Advantage(function=f"titan_rl.batch.{name}", **keys)
+
+
+def _clip(name: str, formula: str, *rules: Rule) -> Clip:
+    return Clip(function=f"titan_rl.kernels.surrogate:{name}", formula=formula, rules=rules)
+
+
+NOT_SCALED = {
+    "none": "divides by deviations",
+    "group": "is not divided by the group's deviation",
+    "mean": "is not divided by a mean",
+}
+NO_PASS_K = Rule("pass_k", (0,), "does not use it")
+KIMI_OUTSIDE = Rule("length_reward", ("none", "target"), "is outside the group")
+NO_REWARDS = (
+    Rule("credit", ("outcome",), "uses no rewards"),
+    Rule("kl_in", ("loss",), "uses no rewards", beside="kl_coef"),
+    Rule("overlong_buffer", (0,), "uses no rewards"),
+    Rule("length_reward", ("none",), "uses no rewards"),
+)
+ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
+    {
+        "group": _advantage(
+            "advantages:of_group",
+            summary="its group's mean",
+            formula="r - mean of the group",
+            used_by="GRPO, Dr.GRPO, DAPO, GSPO",
+            scales=("none", "group", "mean", "batch"),
+            rules=(NO_PASS_K,),
+        ),
+        "leave_one_out": _advantage(
+            "advantages:of_others",
+            summary="the others' mean",
+            formula="r - mean of the others",
+            used_by="RLOO; `group` times n / (n - 1)",
+            rules=(NO_PASS_K,),
+        ),
+        "median": _advantage(
+            "advantages:over_median",
+            summary="its group's median",
+            formula="r - median of the group",
+            used_by="the baseline of MC-GRPO; of rewards 0 and 1 only the rarer kind learns",
+            scales=("none", "group", "batch"),
+            rules=(NO_PASS_K,),
+        ),
+        "per_reward": _advantage(
+            "experience:of_each_reward",
+            level="group",
+            summary="of each reward, its group's mean",
+            formula="sum_k w_k (r_k - mean of the group's r_k) / (std of the group's r_k + 1e-4)",
+            used_by="GDPO",
+            scales=("group", "batch"),
+            rules=(
+                Rule("credit", ("outcome",), "compares the rewards of whole rollouts"),
+                Rule("kl_in", ("loss",), "normalizes each reward by itself", beside="kl_coef"),
+                NO_PASS_K,
+            ),
+        ),
+        "pass_at_k": _advantage(
+            "advantages:of_best",
+            summary="the best of pass_k without it",
+            formula="mean over sets S of `pass_k` samples that have i of max(S) - max(S without i)",
+            used_by="pass@k",
+            scales=("none", "group", "batch"),
+        ),
+        "length_weighted": _advantage(
+            "advantages:of_lengths",
+            summary="its group's mean by length",
+            formula="r - sum_j l_j r_j / sum_j l_j, l the number of sampled tokens",
+            used_by="OPO",
+            rules=(Rule("credit", ("outcome",), "weighs rollouts"), NO_PASS_K),
+        ),
+        "return": _advantage(
+            "experience:returns",
+            level="group",
+            summary="none",
+            formula="R_t = r_t + gamma R_{t+1}",
+            used_by="REINFORCE++",
+            compares=False,
+            rules=(NO_PASS_K,),
+        ),
+        "greedy": _advantage(
+            "experience:over_greedy",
+            level="group",
+            summary="a greedy answer",
+            formula="R_t - reward of the greedy rollout",
+            used_by="ReMax",
+            compares=False,
+            rules=(KIMI_OUTSIDE, NO_PASS_K),
+        ),
+        "optimal_token": _advantage(
+            "experience:over_token_baselines",
+            level="group",
+            summary="one per token",
+            formula="R_t - sum_j W_jt R_jt / sum_j W_jt, "
+            "W_t = sum_{s <= t} (1 - 2 p_s + sum over the vocabulary of p^2)",
+            used_by="OTB",
+            needs="score_norm",
+            rules=(NO_PASS_K,),
+        ),
+        "gae": _advantage(
+            "experience:over_critic",
+            level="group",
+            summary="a critic",
+            formula="A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t",
+            used_by="PPO; V after the last token is 0",
+            compares=False,
+            needs="value",
+            rules=(NO_PASS_K,),
+        ),
+        "teacher": _advantage(
+            "experience:gains",
+            level="group",
+            summary="a teacher, and no rewards",
+            formula="teacher's log-prob - sampling log-prob",
+            used_by="on-policy distillation, self-distillation",
+            compares=False,
+            needs="teacher",
+            rules=(*NO_REWARDS, NO_PASS_K),
+        ),
+    }
+)
+OWN = Advantage(
+    function="titan_rl.batch.own_advantages:estimate_of",
+    level="group",
+    summary="a user's function",
+    formula="",
+    used_by="",
+    compares=False,
+    rules=(NO_PASS_K,),
+)
+
+
+def advantage_of(name: str) -> Advantage:
+    """Return the entry of a value of algorithm.advantage."""
+    return OWN if ":" in name else ADVANTAGES[name]
+
+
+NO_DUAL = Rule("dual_clip", (0.0,), "does not use it")
+OF_PROBABILITIES = tuple(Rule(key, (), "bounds the change of a probability", 1.0) for key in ("clip_low", "clip_high"))
+CLIPS: Mapping[str, Clip] = MappingProxyType(
+    {
+        "ppo": _clip("ppo", "-min(r A, clip(r, 1 - low, 1 + high) A)"),
+        "cispo": _clip("cispo", "-sg(clip(r, 1 - low, 1 + high)) A logprob_t", NO_DUAL),
+        "sapo": _clip("sapo", "-4 / tau sigmoid(tau (r - 1)) A", NO_DUAL),
+        "dppo_tv": _clip("dppo_tv", "-sg(min(r, dual_clip)) A logprob_t", *OF_PROBABILITIES),
+        "dppo_kl": _clip("dppo_kl", "-sg(min(r, dual_clip)) A logprob_t"),
+        "prob_diff": _clip("prob_diff", "-r A", NO_DUAL, *OF_PROBABILITIES),
+        "gmpo": _clip(
+            "gmpo",
+            "-exp(mean_t(log r_t)) A",
+            NO_DUAL,
+            Rule("ratio", ("sequence",), "is a mean over each sequence"),
+        ),
+        "vespo": _clip(
+            "vespo",
+            "-sg(w^k exp(lambda (1 - w))) A logprob_t, w = prod_t r_t",
+            NO_DUAL,
+            Rule("ratio", ("token",), "multiplies the ratios of a sequence itself"),
+        ),
+        "clip_cov": _clip("clip_cov", "-min(r A, clip(r, 1 - low, 1 + high) A)", NO_DUAL),
+        "kl_cov": _clip("kl_cov", "-r A + cov_kl_coef abs(log r_t)", NO_DUAL),
+        "none": _clip("unclipped", "-r A", NO_DUAL),
+    }
+)
+POSITIVE = "needs rewards of at least 0"
+RULES: Mapping[tuple[str, str], tuple[Rule, ...]] = MappingProxyType(
+    {
+        ("normalize", "mean"): (
+            Rule("kl_in", ("loss",), POSITIVE, beside="kl_coef"),
+            Rule("overlong_buffer", (0,), POSITIVE),
+            Rule("length_reward", ("none",), POSITIVE),
+        ),
+        ("length_reward", "none"): (Rule("length_target", (0,), "does not use it"),),
+        ("length_reward", "kimi"): (Rule("length_target", (0,), "does not use it"),),
+    }
+)
+"""Rules of other keys' values, by (key of [algorithm], value)."""
+
+
+def rules_of(algorithm: Any) -> list[tuple[str, Rule]]:
+    """Return the rules that hold in [algorithm], each after the key whose value makes it hold."""
+    advantage = advantage_of(algorithm.advantage)
+    scale = Rule("normalize", advantage.scales, NOT_SCALED.get(algorithm.normalize, ""))
+    found = [("advantage", rule) for rule in (scale, *advantage.rules)]
+    found += [("clip", rule) for rule in CLIPS[algorithm.clip].rules]
+    for (key, value), rules in RULES.items():
+        if getattr(algorithm, key) == value:
+            found += [(key, rule) for rule in rules]
+    return [(key, rule) for key, rule in found if not rule.beside or getattr(algorithm, rule.beside)]
+
+
+@cache
+def function_of(method: Advantage | Clip) -> Callable[..., Any]:
+    return resolve_name(method.function)
