@@ -284,3 +284,23 @@ def test_every_loop_is_short() -> None:
     for path in LOOPS.glob("*.py"):
         assert len(path.read_text().splitlines()) < 60
         assert importlib.util.spec_from_file_location(path.stem, path) is not None
+
+
+def test_a_run_with_a_users_task_and_a_median_is_resumed_to_the_last_bit(runs: Runs, tmp_path: Path) -> None:
+    """Two steps and two more are the four of one run, in 16 bits and with adapters."""
+    keys = {
+        "task__name": "own_squares:squares",
+        "algorithm__advantage": "median",
+        "eval__size": 16,
+        "training__mixed_precision_param": "bfloat16",
+        "generator__dtype": "bfloat16",
+        "lora__rank": 8,
+        "lr_scheduler__warmup_steps": 0,  # the rate does not depend on the number of steps
+        "lr_scheduler__decay_ratio": 0.0,
+    }
+    whole = runs.finish(tmp_path / "whole", training__steps=4, checkpoint__interval=2, **keys)
+    runs.finish(tmp_path / "parts", training__steps=2, checkpoint__interval=2, **keys)
+    parts = runs.finish(tmp_path / "parts", training__steps=4, checkpoint__interval=2, **keys)
+    assert losses(parts) == losses(whole)
+    assert sampled(parts) == sampled(whole)
+    assert all("*" in str(line["prompt"]) for line in lines(parts.folder, "rollouts.jsonl"))

@@ -23,13 +23,15 @@ from titan_rl.config.choices import (
 from titan_rl.config.methods import ADVANTAGES, CLIPS, advantage_of
 from titan_rl.config.model_sections import ParallelismSection
 
+TASKS = ("addition", "calc", "hunt", "jsonl", "reasoning_gym")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection:
-    name: Literal["addition", "calc", "hunt", "jsonl", "reasoning_gym"] = "addition"
+    name: str = field(default="addition", metadata={"named": dict.fromkeys(TASKS), "own": True})
     """"addition" generates its own data, as do "calc" (products, with a calculator) and "hunt" (a treasure on a board),
     which need environment.name; "jsonl" reads files, JSONL or Parquet; "reasoning_gym" generates the problems of
-    task.datasets without end."""
+    task.datasets without end; or your own function, which returns rows (docs/data.md)."""
     path: str = ""
     """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
     hf:openai/gsm8k:main:train (docs/data.md)."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 class Rule:
     """A restriction of another key for as long as a method is chosen."""
 
-    key: str  # of [algorithm], or "section.key"
+    key: str  # in [algorithm]
     allowed: tuple[bool | int | float | str, ...]  # its values; empty: those below `below`
     reason: str
     below: float = 0.0

@@ -35,8 +35,12 @@ STAGES = {
     RESET: "be reset for the first row",
     TRIED: "take random numbers",
 }
-ALGORITHMS = {"algorithm.advantage": "titan_rl.batch.own_advantages", "algorithm.loss": "titan_rl.kernels.own_loss"}
-"""Keys of a user's part of the algorithm, and the module with its check."""
+OWN = {
+    "algorithm.advantage": "titan_rl.batch.own_advantages",
+    "algorithm.loss": "titan_rl.kernels.own_loss",
+    "task.name": "titan_rl.tasks.own_task",
+}
+"""Keys of a user's functions, and the module with their check."""
 
 
 PLAYERS = ("environment.name", "task.agent")
@@ -112,8 +116,8 @@ def problem_of(question: Question, begin: Write) -> str:
         if key in PLAYERS:
             rehearse = needed_part("rehearsal of environments", key)
             rehearse(question, next_stage, lambda tools: begin({TOOLS: tools}, None))
-        elif key in ALGORITHMS:
-            check = import_module(ALGORITHMS[key]).check
+        elif key in OWN:
+            check = import_module(OWN[key]).check
             next_stage(TRIED, "be tried")
             return check(load(name, key), f"{key} = {name!r}")
         elif key != "task.reward":

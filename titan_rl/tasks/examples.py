@@ -6,7 +6,7 @@ DataSource -> row_files -> jsonl_rows, ext/parquet -> row_formats -> SourceRows 
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -97,12 +97,17 @@ def read_source(source: DataSource, limit: int | None = None, *, pairs: bool = F
 
 @lru_cache(maxsize=32)  # the checks read the same files as the run
 def _read_files(source: DataSource, files: tuple[FileState, ...], limit: int | None, pairs: bool) -> SourceRows:
+    rows = chain.from_iterable(rows_of(file.path) for file in files)
+    return read_rows(source, islice(rows, limit), pairs=pairs)
+
+
+def read_rows(source: DataSource, rows: Iterable[tuple[str, Any]], *, pairs: bool = False) -> SourceRows:
+    """Read rows, each with its place, as a source configures. BadRows names all bad ones, unless these are skipped."""
     key, keys = source.path_key, None
     examples: list[Example] = []
     problems: list[str] = []
-    rows = chain.from_iterable(rows_of(file.path) for file in files)
     try:
-        for where, row in announced(islice(rows, limit), f"reading {key}"):
+        for where, row in announced(rows, f"reading {key}"):
             if isinstance(row, ValueError):
                 problems.append(str(row))
                 continue

@@ -2,7 +2,8 @@
 
     config.TaskSection -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
 
-"addition", "calc", "hunt" and "reasoning_gym" generate their own data; "jsonl" reads files (docs/data.md).
+"addition", "calc", "hunt" and "reasoning_gym" generate their own data; "jsonl" reads files, and
+"package.module:function" is a user's own (docs/data.md).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from titan_rl.config.eval_sets import EvalSet
 from titan_rl.config.plain_files import text_of
 from titan_rl.tasks.examples import GYM, EndlessExamples, Example, SourceRows, read_source
 from titan_rl.tasks.games import Game, game_of
+from titan_rl.tasks.own_task import own_examples
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.parts import needed_part
@@ -128,6 +130,8 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
         train, heldout = played(task.name, seed, eval_size)
     elif task.name == "addition":
         train, heldout = addition(seed, eval_size)
+    elif ":" in task.name:
+        train, heldout = own_examples(task, seed, eval_size, pairs=pairs)
     elif task.name == GYM:
         train, heldout = needed_part("task reasoning_gym", "task.name")(task, seed, eval_size)
     else:

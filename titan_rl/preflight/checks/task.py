@@ -21,6 +21,7 @@ from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import GYM, BadRows, Example, named, read_source
 from titan_rl.tasks.games import game_of
 from titan_rl.tasks.judging import evaluation_rubric
+from titan_rl.tasks.own_task import own_examples
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN, expected_number
 from titan_rl.tasks.row_files import EXPECTED, row_files
@@ -68,7 +69,10 @@ def check_task(config: Config) -> Iterator[str]:
     elif found := list(_procedural_problems(config)):
         yield from found
         return
-    rows = {"jsonl": _files, GYM: _procedural}.get(task.name, _generated)
+    if ":" in task.name and (found := list(probe(task.name, None, "task.name"))):
+        yield from found
+        return
+    rows = {"jsonl": _files, GYM: _procedural}.get(task.name, _own if ":" in task.name else _generated)
     (train, bad), (heldout, bad_heldout) = rows(config)
     yield from check_rewards(config, train, heldout)
     yield from (*bad, *bad_heldout)
@@ -83,6 +87,20 @@ def _generated(config: Config) -> tuple[Rows, Rows]:
         return ([], [problem(config, "eval.size", f"at most {most} of {problems}")]), ([], [])
     train, heldout = addition(seed, size) if name == "addition" else played(name, seed, size)
     return (train, []), (heldout, [])
+
+
+def _own(config: Config) -> tuple[Rows, Rows]:
+    pairs, seed = config.algorithm.kind in PAIRS, derive(config.debug.seed, "task")
+    try:
+        train, heldout = own_examples(config.task, seed, config.eval.size, pairs=pairs)
+    except BadRows as error:
+        return ([], error.problems), ([], [])
+    except Exception as error:  # a user's function may raise any error
+        text = str(error)
+        known = text.startswith("task.")
+        return ([], [text if known else f"task.name = {config.task.name!r}: {type(error).__name__}: {text}"]), ([], [])
+    unusable = [*_unusable(config, "path", train), *_unusable(config, "eval_path", heldout)]
+    return (train, named(unusable, config.task.name)), (heldout, [])
 
 
 def _procedural_problems(config: Config) -> Iterator[str]:
