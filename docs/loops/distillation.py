@@ -22,4 +22,5 @@ async def main(config: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2] or ["opsd_calc_llama"], int(*sys.argv[2:3] or [40])))
+    config, steps = (*sys.argv[1:], *["opsd_calc_llama", "40"][len(sys.argv) - 1 :])
+    asyncio.run(main(config, int(steps)))

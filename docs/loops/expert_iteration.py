@@ -39,4 +39,5 @@ async def main(config: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2] or ["grpo_smollm2"], int(*sys.argv[2:3] or [40])))
+    config, steps = (*sys.argv[1:], *["grpo_smollm2", "40"][len(sys.argv) - 1 :])
+    asyncio.run(main(config, int(steps)))

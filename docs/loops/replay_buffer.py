@@ -15,7 +15,7 @@ AGE = 4  # steps after which a group is too old
 async def main(config: str, steps: int) -> None:
     keys = {"training.steps": steps, "rollout.max_staleness_steps": AGE}
     async with titan_rl.start(config, keys) as run:
-        order, buffer = random.Random(run.config.debug.seed), []
+        order, buffer = random.Random(run.config.debug.seed), list[titan_rl.Group]()
         sampling = asyncio.create_task(run.sample(run.prompts(4)))
         for step in range(1, steps + 1):
             fresh = await run.judge(await sampling)
@@ -32,4 +32,5 @@ async def main(config: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2] or ["grpo_smollm2"], int(*sys.argv[2:3] or [40])))
+    config, steps = (*sys.argv[1:], *["grpo_smollm2", "40"][len(sys.argv) - 1 :])
+    asyncio.run(main(config, int(steps)))
