@@ -172,7 +172,7 @@ def set_routes(
 ) -> None:
     """Make the routers of a model count the tokens of each expert in the next forward, each place `counted_BL` times;
     None: not at all. Make them take the `replayed` experts, [B, L, layers, K], if there are any; and where there is a
-    token, [B, L] bool, count the experts of their own choice."""
+    token, [B, L] bool, count the experts which they would choose."""
     routes_BLNK, filled_BL = replayed or (None, None)
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if routes_BLNK is not None and routes_BLNK.shape[2:] != (len(routers), routers[0].top_k):

@@ -99,9 +99,9 @@ def with_advantages(
     valid = [[(r, [next(remaining) for _ in r.branches]) for _, r in rollouts] for rollouts in trained]
     entry, columns = advantage_of(algorithm.advantage), defaultdict[str, Arrays](list)
     for group, rollouts in zip(groups, valid, strict=True):
-        judged = JudgedGroup(group, rollouts, algorithm, weights)
         if not rollouts:
             continue
+        judged = JudgedGroup(group, rollouts, algorithm, weights)
         if estimate is not None:
             found = {"advantage": _estimated(group, rollouts, estimate)}
         elif entry.level == "reward":

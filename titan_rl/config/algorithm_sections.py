@@ -358,7 +358,7 @@ class AlgorithmSection:
 
     @property
     def needs_teacher(self) -> bool:
-        return self.kind == "rl" and (self.advantage == "teacher" or self.teacher_coef > 0)
+        return self.kind == "rl" and (advantage_of(self.advantage).needs == "teacher" or self.teacher_coef > 0)
 
     @property
     def loads_teacher(self) -> bool:

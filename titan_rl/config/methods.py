@@ -1,7 +1,7 @@
 """Declares the built-in advantages and clips: for each its function, its formula, and the keys that it restricts.
 
-The values of algorithm.advantage and algorithm.clip, their --help, two tables of docs/algorithms.md and most of
-preflight/checks/algorithm.py follow from these entries. To add a method, add its entry here and its function in
+The values of algorithm.advantage and algorithm.clip, their --help, the table of advantages in docs/algorithms.md and
+most of preflight/checks/algorithm.py follow from these entries. To add a method, add its entry here and its function in
 batch/advantages.py or kernels/surrogate.py. presets.py has the algorithms, which choose among methods.
 """
 
@@ -43,6 +43,7 @@ class Advantage:
     compares: bool = True  # the samples of a group, so that equal rewards teach nothing
     needs: Literal["", "value", "teacher", "score_norm"] = ""  # the column that another model or pass computes
     scales: tuple[str, ...] = ("none", "batch")  # values of algorithm.normalize
+    reads_pass_k: bool = False
     rules: tuple[Rule, ...] = ()
 
 
@@ -69,7 +70,6 @@ NOT_SCALED = {
     "mean": "is not divided by a mean",
 }
 NO_PASS_K = Rule("pass_k", (0,), "does not use it")
-KIMI_OUTSIDE = Rule("length_reward", ("none", "target"), "is outside the group")
 NO_REWARDS = (
     Rule("credit", ("outcome",), "uses no rewards"),
     Rule("kl_in", ("loss",), "uses no rewards", beside="kl_coef"),
@@ -84,14 +84,12 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="r - mean of the group",
             used_by="GRPO, Dr.GRPO, DAPO, GSPO",
             scales=("none", "group", "mean", "batch"),
-            rules=(NO_PASS_K,),
         ),
         "leave_one_out": _advantage(
             "advantages:of_others",
             summary="the others' mean",
             formula="r - mean of the others",
             used_by="RLOO; `group` times n / (n - 1)",
-            rules=(NO_PASS_K,),
         ),
         "median": _advantage(
             "advantages:over_median",
@@ -99,7 +97,6 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="r - median of the group",
             used_by="the baseline of MC-GRPO; of rewards 0 and 1 only the rarer kind learns",
             scales=("none", "group", "batch"),
-            rules=(NO_PASS_K,),
         ),
         "per_reward": _advantage(
             "experience:of_each_reward",
@@ -111,7 +108,6 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             rules=(
                 Rule("credit", ("outcome",), "compares the rewards of whole rollouts"),
                 Rule("kl_in", ("loss",), "normalizes each reward by itself", beside="kl_coef"),
-                NO_PASS_K,
             ),
         ),
         "pass_at_k": _advantage(
@@ -119,6 +115,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             summary="the best of pass_k without it",
             formula="mean over sets S of `pass_k` samples that have i of max(S) - max(S without i)",
             used_by="pass@k",
+            reads_pass_k=True,
             scales=("none", "group", "batch"),
         ),
         "length_weighted": _advantage(
@@ -126,7 +123,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             summary="its group's mean by length",
             formula="r - sum_j l_j r_j / sum_j l_j, l the number of sampled tokens",
             used_by="OPO",
-            rules=(Rule("credit", ("outcome",), "weighs rollouts"), NO_PASS_K),
+            rules=(Rule("credit", ("outcome",), "weighs rollouts"),),
         ),
         "return": _advantage(
             "experience:returns",
@@ -135,7 +132,6 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="R_t = r_t + gamma R_{t+1}",
             used_by="REINFORCE++",
             compares=False,
-            rules=(NO_PASS_K,),
         ),
         "greedy": _advantage(
             "experience:over_greedy",
@@ -144,7 +140,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="R_t - reward of the greedy rollout",
             used_by="ReMax",
             compares=False,
-            rules=(KIMI_OUTSIDE, NO_PASS_K),
+            rules=(Rule("length_reward", ("none", "target"), "is outside the group"),),
         ),
         "optimal_token": _advantage(
             "experience:over_token_baselines",
@@ -154,7 +150,6 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             "W_t = sum_{s <= t} (1 - 2 p_s + sum over the vocabulary of p^2)",
             used_by="OTB",
             needs="score_norm",
-            rules=(NO_PASS_K,),
         ),
         "gae": _advantage(
             "experience:over_critic",
@@ -164,7 +159,6 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             used_by="PPO; V after the last token is 0",
             compares=False,
             needs="value",
-            rules=(NO_PASS_K,),
         ),
         "teacher": _advantage(
             "experience:gains",
@@ -174,7 +168,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             used_by="on-policy distillation, self-distillation",
             compares=False,
             needs="teacher",
-            rules=(*NO_REWARDS, NO_PASS_K),
+            rules=NO_REWARDS,
         ),
     }
 )
@@ -185,7 +179,6 @@ OWN = Advantage(
     formula="",
     used_by="",
     compares=False,
-    rules=(NO_PASS_K,),
 )
 
 
@@ -241,6 +234,7 @@ def rules_of(algorithm: Any) -> list[tuple[str, Rule]]:
     advantage = advantage_of(algorithm.advantage)
     scale = Rule("normalize", advantage.scales, NOT_SCALED.get(algorithm.normalize, ""))
     found = [("advantage", rule) for rule in (scale, *advantage.rules)]
+    found += [] if advantage.reads_pass_k else [("advantage", NO_PASS_K)]
     found += [("clip", rule) for rule in CLIPS[algorithm.clip].rules]
     for (key, value), rules in RULES.items():
         if getattr(algorithm, key) == value:

@@ -13,7 +13,7 @@ from titan_rl.preflight.refusal import print_names, refuse
 from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.program import command_of
 
-PIPED_WIDTH = 700  # of a pipe: every key is whole on one line, for grep
+PIPED_WIDTH = 700  # columns without a terminal: each key is whole on one line, for grep
 ALL = "all"
 
 USAGE = """\

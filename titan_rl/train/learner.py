@@ -20,6 +20,7 @@ import numpy as np
 
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, unpack
+from titan_rl.config.methods import advantage_of
 from titan_rl.config.sections import Config
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
@@ -151,7 +152,7 @@ class Learner:
             scores["teacher"] = self.teacher.answers(samples, groups, self._teacher_scores)
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             scores["proximal"] = self.scores(samples)
-        if algorithm.kind == "rl" and algorithm.advantage == "optimal_token":
+        if algorithm.kind == "rl" and advantage_of(algorithm.advantage).needs == "score_norm":
             scores["score_norm"] = self._score_norms(samples)
         if algorithm.name == "kto":
             scores["kl"] = self._unrelated_kl(samples)
