@@ -41,7 +41,8 @@ from bench.rows import (
     ran_on,
     run_to_end,
 )
-from titan_rl.config.presets import PRESETS, algorithm_of
+from titan_rl.config.algorithms import PRESETS
+from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, find, load, to_toml
 from titan_rl.record.metric_docs import EVAL_SCORE

@@ -11,7 +11,8 @@
             await run.sync()                             # trainers to generators, verified
             print(step, stats)
 
-Each call is one collective over a mesh, or several at the same time. The controller of `python -m titan_rl.run` makes
+Without asyncio: `with titan_rl.start(...) as run`, and no `await` (BlockingRun). Each call is one collective over a
+mesh, or several at the same time. The controller of `python -m titan_rl.run` makes
 the same calls (train/verbs.py).
 """
 
@@ -69,8 +70,8 @@ def start(
     command line have them. `resume`: continue the run in job.dump_folder after its last checkpoint, with its `state`;
     else an earlier run there is moved aside. `quiet`: print nothing.
 
-    Use it as `async with titan_rl.start(...) as run`, or, in a notebook, `run = await titan_rl.start(...)` and
-    `await run.close()` at the end.
+    Use it as `async with titan_rl.start(...) as run`; as `with titan_rl.start(...) as run`, where each call waits; or,
+    in a notebook, as `run = await titan_rl.start(...)` and `await run.close()` at the end.
     """
     return Starting(config, {"job.fresh": not resume, **(overrides or {})}, quiet)
 
@@ -91,6 +92,8 @@ class Stats:
 
 class Starting:
     """A run that is about to start: await it, or enter it."""
+
+    _runner: asyncio.Runner
 
     def __init__(
         self,
@@ -127,6 +130,31 @@ class Starting:
         assert self._open is not None
         return await self._open.__aexit__(kind, error, traceback)
 
+    def __enter__(self) -> "BlockingRun":
+        if _inside_a_loop():
+            expected = "`async with titan_rl.start(...)`, or in a notebook `await titan_rl.start(...)`"
+            raise RuntimeError(f"expected {expected}, because an event loop runs here, found `with`")
+        with ExitStack() as stack:
+            self._runner = stack.enter_context(asyncio.Runner())
+            run = BlockingRun(self._runner.run(self.__aenter__()), self._runner)
+            stack.pop_all()
+            return run
+        raise AssertionError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        with self._runner:
+            return self._runner.run(self.__aexit__(kind, error, traceback))
+
+
+def _inside_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
 
 def _ended() -> None:
     global _started
@@ -154,12 +182,32 @@ class Run:
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def prompts(self, n: int) -> "list[Prompt]":
-        """Return the task's next prompts."""
+        """Return the task's next prompts.
+
+        >>> prompts = run.prompts(4)
+        """
         return [self._cursor.next(self.step + 1) for _ in range(n)]
+
+    def prompt(self, text: str | list[dict[str, Any]], answer: str = "", **row: Any) -> "Prompt":
+        """Return a prompt of your own, in the place of the task's next one: text, or the messages of a chat where
+        task.template is "chat". Rewards get the `answer` and the columns `row`.
+
+        >>> prompts += [run.prompt("21+34=", "550", source="mine")]
+        """
+        from titan_rl.tasks.examples import Example
+
+        setup = self._parts.setup
+        if not isinstance(text, str) and setup.task.template != "chat":
+            raise ValueError('expected text, because task.template = "plain", found messages')
+        prompt = self._cursor.next(self.step + 1)
+        return setup.task.prompt(Example(text, answer, row), prompt.id, setup.tokenizer)
 
     async def sample(self, prompts: "Sequence[Prompt]", n: int | None = None) -> "list[Group]":
         """Sample n rollouts of each prompt (rollout.group_size), over all generators. A group that could not be sampled
-        has a `failure`. Rollouts have the reward of their environment, or none yet."""
+        has a `failure`. Rollouts have the reward of their environment, or none yet.
+
+        >>> groups = await run.sample(prompts, n=4)
+        """
         self._refuse_sleeping("sample")
         if self._record is not None and self._record.sync is not None:
             await self._write()
@@ -171,7 +219,12 @@ class Run:
         return groups
 
     async def judge(self, groups: "Sequence[Group]") -> "list[Group]":
-        """Reward the rollouts that have no reward, as the task does: functions, a judge, or a reward model."""
+        """Reward the rollouts that have no reward, as the task does: functions, a judge, or a reward model.
+
+        >>> groups = await run.judge(groups)
+        >>> print(groups[0])
+        prompt 0: ...
+        """
         greedy = self.config.algorithm.advantage == "greedy"
         scoring = [self._sampler(len(group.rollouts) - greedy).score(group) for group in groups]
         with self._parts.clock("generate"):
@@ -192,6 +245,10 @@ class Run:
         function of one argument gets the rewards.
 
         `loss`: a function of tokens in the place of algorithm.clip (kernels/own_loss.py). It runs on the trainers.
+
+        >>> stats = await run.train(groups, advantage=lambda rewards: rewards - rewards.mean())
+        >>> stats.step
+        1
         """
         good = self._trainable(groups)
         await self._write()
@@ -211,7 +268,10 @@ class Run:
         return Stats(self.step, mean, stats.loss, stats.grad_norm, stats.metrics)
 
     async def sync(self) -> None:
-        """Have the generators serve the trainers' weights: one-sided reads, verified in place."""
+        """Have the generators serve the trainers' weights: one-sided reads, verified in place.
+
+        >>> await run.sync()
+        """
         assert self._parts.weights is not None
         cost = await self._driven(self._parts.weights.sync(self.step))
         self.version = self.step
@@ -219,7 +279,12 @@ class Run:
             self._record.sync = cost
 
     async def evaluate(self) -> dict[str, float]:
-        """Measure the held-out problems and the sets of [eval.sets] with the weights that the generators serve."""
+        """Measure the held-out problems and the sets of [eval.sets] with the weights that the generators serve.
+
+        >>> scores = await run.evaluate()
+        >>> 0 <= scores["eval/score"] <= 1
+        True
+        """
         from titan_rl.record.evaluation import metrics_of
 
         self._refuse_sleeping("evaluate")
@@ -231,27 +296,44 @@ class Run:
         return metrics_of(found)
 
     def log(self, **metrics: float) -> None:
-        """Add numbers to the line of the last step, as own/NAME: in metrics.jsonl, the curves and the trackers."""
+        """Add numbers to the line of the last step, as own/NAME: in metrics.jsonl, the curves and the trackers.
+
+        >>> run.log(longest=max(len(rollout.text) for group in groups for rollout in group.rollouts))
+        """
         if self._record is None:
             raise RuntimeError("expected a step to log to, found none: call run.log after run.train")
         self._record.stats.metrics.update({f"own/{name}": float(value) for name, value in metrics.items()})
 
     async def save(self) -> None:
-        """Write a checkpoint of weights, optimizer, prompts and `state`: start(..., resume=True) continues from it."""
+        """Write a checkpoint of weights, optimizer, prompts and `state`: start(..., resume=True) continues from it.
+
+        >>> run.state["seen"] = 4
+        >>> await run.save()
+        """
         await self._write()
         self._parts.report.to_disk()
         self._cursor.saved(self.step)
         await self._driven(self._learner.save(self.step, self._saved_state(), last=True))
 
     async def export(self) -> Path:
-        """Write the policy's weights as Hugging Face safetensors to the folder hf/ of the run; return that folder."""
+        """Write the policy's weights as Hugging Face safetensors to the folder hf/ of the run; return that folder.
+
+        >>> (await run.export()).name
+        'hf'
+        """
         from titan_rl.train.hf_folder import export_policy
 
         return await self._driven(export_policy(self._parts.setup, self._parts.meshes.trainers, self.folder / "hf"))
 
     async def restore(self, error: Exception) -> None:
         """Replace the mesh whose loss `error` reports, and go back to the last snapshot or checkpoint: `step` and
-        `state` are as they were then. Raise the error again if nothing can be replaced."""
+        `state` are as they were then. Raise the error again if nothing can be replaced.
+
+        >>> try:
+        ...     stats = await run.train(await run.judge(await run.sample(run.prompts(4))))
+        ... except titan_rl.RunError as error:
+        ...     await run.restore(error)
+        """
         from titan_rl.wire.errors import RunError
 
         if not isinstance(error, RunError):
@@ -262,7 +344,10 @@ class Run:
         await self._begin(resume)
 
     async def close(self) -> None:
-        """End the run and all of its processes. `async with` does it by itself."""
+        """End the run and all of its processes. `async with` does it by itself.
+
+        >>> await run.close()
+        """
         await self._open.aclose()
 
     # -- behind them ----------------------------------------------------------------------------------------------
@@ -394,6 +479,57 @@ class Run:
             raise
 
 
+class BlockingRun:
+    """The verbs of a run for a program without asyncio: each call waits for its meshes. Run describes them.
+
+    >>> with titan_rl.start("grpo_llama", {"optimizer.lr": 2e-3}) as run:
+    ...     for step in range(run.step + 1, 31):
+    ...         groups = run.judge(run.sample(run.prompts(8)))
+    ...         stats = run.train(groups)
+    ...         run.sync()
+    """
+
+    def __init__(self, run: Run, runner: asyncio.Runner) -> None:
+        """Made by `start`."""
+        self._run, self._wait = run, runner.run
+        self.config, self.folder, self.log = run.config, run.folder, run.log
+        self.prompts, self.prompt = run.prompts, run.prompt
+
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._run.state
+
+    def sample(self, prompts: "Sequence[Prompt]", n: int | None = None) -> "list[Group]":
+        return self._wait(self._run.sample(prompts, n))
+
+    def judge(self, groups: "Sequence[Group]") -> "list[Group]":
+        return self._wait(self._run.judge(groups))
+
+    def train(
+        self, groups: "Sequence[Group]", *, advantage: Advantage | None = None, loss: Loss | None = None
+    ) -> Stats:
+        return self._wait(self._run.train(groups, advantage=advantage, loss=loss))
+
+    def sync(self) -> None:
+        self._wait(self._run.sync())
+
+    def evaluate(self) -> dict[str, float]:
+        return self._wait(self._run.evaluate())
+
+    def save(self) -> None:
+        self._wait(self._run.save())
+
+    def export(self) -> Path:
+        return self._wait(self._run.export())
+
+    def restore(self, error: Exception) -> None:
+        self._wait(self._run.restore(error))
+
+
 @dataclass(slots=True)
 class StepRecord:
     """A step that is made, and not yet written."""
@@ -493,6 +629,9 @@ def _planned(invocation: "Invocation", quiet: bool, stack: ExitStack) -> "tuple[
                 invocation.config_name,
                 [f"titan_rl.start: expected an algorithm with rollouts, of one policy, found {found}"],
             )
+        if config.task.filter:
+            why = 'expected "", because your own loop leaves groups out itself'
+            refuse(invocation.config_name, [f'task.filter: {why}, found "{config.task.filter}"'])
         if config.hosts.isolation == "require":
             expected = 'hosts.isolation: expected "auto" or "off"'
             refuse(invocation.config_name, [f'{expected}, because {NOT_ISOLATED}, found "require"'])

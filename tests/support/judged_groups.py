@@ -1,20 +1,21 @@
 """Groups of rollouts that can be followed by hand, and their advantages."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
+from titan_rl.config.algorithms import PRESETS
 from titan_rl.config.presets import preset
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection
+from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
-RL = [name for name in get_args(AlgorithmName) if AlgorithmSection(name=name).kind == "rl"]
+RL = [name for name in PRESETS if AlgorithmSection(name=name).kind == "rl"]
 TOOL = 77  # the token that a tool said
 
 
 def algorithm(name: str = "grpo", **keys: Any) -> AlgorithmSection:
-    return preset(name, **keys)  # pyright: ignore[reportArgumentType]
+    return preset(name, **keys)
 
 
 def rollout(reward: float, tokens: int = 2, *, penalty: float = 0.0, cut: bool = False) -> Rollout:

@@ -42,25 +42,36 @@ async def main():
 END = "\n\nasyncio.run(main())\n"
 
 
-def started(at: Path, body: str) -> "subprocess.Popen[str]":
-    """Start a program whose `main` is `body`, in a folder with a config toy.toml."""
+def write_config(at: Path) -> None:
     at.mkdir(parents=True, exist_ok=True)
     (at / "toy.toml").write_text(CONFIG.format(folder=at / "run"))
-    (at / "program.py").write_text(BEGIN + textwrap.indent(textwrap.dedent(body), "    ") + END)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+
+def started(at: Path, body: str, *, blocking: bool = False) -> "subprocess.Popen[str]":
+    """Start a program whose coroutine `main`, or, if `blocking`, whose function `main` is `body`, in a folder with a
+    config toy.toml."""
+    write_config(at)
+    begin, end = (BEGIN.replace("async def", "def"), "\n\nmain()\n") if blocking else (BEGIN, END)
+    (at / "program.py").write_text(begin + textwrap.indent(textwrap.dedent(body), "    ") + end)
     return subprocess.Popen(
         [sys.executable, "program.py"],
         cwd=at,
-        env=env,
+        env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
 
-def finished(at: Path, body: str, *, code: int = 0, timeout: float = 300) -> list[dict[str, Any]]:
+def finished(
+    at: Path, body: str, *, code: int = 0, timeout: float = 300, blocking: bool = False
+) -> list[dict[str, Any]]:
     """Run a program to its end, and return the values that it has shown."""
-    process = started(at, body)
+    process = started(at, body, blocking=blocking)
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
     return [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("SHOWN ")]

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from titan_rl.batch.own_filter import Filter
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -83,6 +84,7 @@ def stream(
     folder: Path | None = None,
     reward_attempts: int = 2,
     attempt: int = 1,
+    keeps: Filter | None = None,
     **algorithm: Any,
 ) -> RolloutStream:
     settings = StreamSettings(
@@ -94,6 +96,7 @@ def stream(
         groups=groups,
         reward_attempts=reward_attempts,
         attempt=attempt,
+        keeps=keeps,
     )
     return RolloutStream(
         settings, echo, prompts, judge, tokenizer.decode, Clock(), Ledger(folder or Path(tempfile.mkdtemp()))

@@ -1,18 +1,24 @@
 """titan_rl as a library, on real meshes: loops of the user, their parts of the algorithm, and failures."""
 
+import doctest
 import importlib.util
 import json
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
+import nbclient
+import nbformat
 import psutil
 import pytest
 
-from support.library_programs import assert_gone, finished, started
+from support.library_programs import assert_gone, environment, finished, started, write_config
 from support.outputs import losses, sampled
 from support.running import RunFiles, Runs
+from titan_rl import api
 
 LOOPS = Path(__file__).parents[2] / "docs" / "loops"
 
@@ -304,3 +310,123 @@ def test_a_run_with_a_users_task_and_a_median_is_resumed_to_the_last_bit(runs: R
     assert losses(parts) == losses(whole)
     assert sampled(parts) == sampled(whole)
     assert all("*" in str(line["prompt"]) for line in lines(parts.folder, "rollouts.jsonl"))
+
+
+def test_a_filter_of_games_in_16_bits_with_a_lag(runs: Runs, tmp_path: Path) -> None:
+    """Rollouts of several turns: two of five groups are refused, and the run that is resumed loses none."""
+    keys = {
+        "task__filter": "own_squares:kept",
+        "training__mixed_precision_param": "bfloat16",
+        "generator__dtype": "bfloat16",
+        "rollout__max_staleness_steps": 2,
+        "environment__lockstep": False,
+        "checkpoint__interval": 1,
+        "cold_start__steps": 2,
+        "eval__size": 4,
+    }
+    runs.finish(tmp_path / "run", "calc_llama", training__steps=2, **keys)
+    run = runs.finish(tmp_path / "run", "calc_llama", training__steps=4, **keys)
+    ledger = (run.folder / "ledger.jsonl").read_text().splitlines()
+    refused = [json.loads(line.partition(" ")[2])["prompt"] for line in ledger if '"refused"' in line]
+    assert refused
+    assert all(id % 5 < 2 for id in refused)
+    assert any(line["dropped/groups"] for line in lines(run.folder) if line["kind"] == "rl")
+    assert "nothing lost" in audited(run.folder)
+
+
+def test_own_parts_of_the_algorithm_on_two_meshes(runs: Runs, tmp_path: Path) -> None:
+    """Games of several turns: FSDP with tensor parallelism makes the losses of one rank."""
+    keys: dict[str, Any] = {
+        "algorithm__advantage": "own_squares:over_mean",
+        "algorithm__loss": "own_squares:soft_clip",
+        "algorithm__normalize": "none",
+        "cold_start__steps": 2,
+        "eval__size": 4,
+        "training__steps": 2,
+    }
+    one = runs.finish(tmp_path / "one", "calc_llama", parallelism__data_parallel_shard_degree=1, **keys)
+    degrees: dict[str, Any] = {"parallelism__data_parallel_shard_degree": 2, "parallelism__tensor_parallel_degree": 2}
+    two = runs.finish(tmp_path / "two", "calc_llama", **degrees, **keys)
+    first, other = (next(line for line in lines(run.folder) if line["kind"] == "rl") for run in (one, two))
+    for key in ("loss", "grad_norm", "own/moved"):
+        assert other[key] == pytest.approx(first[key], rel=1e-3, abs=1e-6), key
+
+
+def test_each_call_may_wait(tmp_path: Path) -> None:
+    """Without asyncio; a prompt of the user's; and a filter, which the loop must apply itself."""
+    body = """
+    def refused(call):
+        try:
+            with call:
+                pass
+        except Exception as error:
+            shown(text=f"{type(error).__name__}: {error}")
+
+    refused(titan_rl.start("toy.toml", {"task.filter": "operator:not_"}))
+    with titan_rl.start("toy.toml", quiet=True) as run:
+        for _ in range(2):
+            prompts = [*run.prompts(3), run.prompt("11+22=", "330", source="mine")]
+            groups = run.judge(run.sample(prompts))
+            stats = run.train(groups)
+            run.sync()
+            run.log(groups=len(groups))
+        shown(step=run.step, ids=[p.id for p in prompts], own=prompts[-1].text, row=prompts[-1].row)
+        shown(exported=len([*run.export().glob("*.safetensors")]), **run.evaluate())
+
+    async def inside():
+        refused(titan_rl.start("toy.toml"))
+
+    asyncio.run(inside())
+    """
+    filtered, last, exported, inside = finished(tmp_path, body, blocking=True)
+    assert "task.filter: expected" in filtered["text"]
+    assert last == {"step": 2, "ids": [4, 5, 6, 7], "own": "11+22=", "row": {"source": "mine"}}
+    assert exported["exported"] > 0
+    assert inside["text"].startswith("RuntimeError: expected `async with titan_rl.start(...)`")
+    assert [line["own/groups"] for line in lines(tmp_path / "run") if line["kind"] == "rl"] == [4, 4]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_example_of_a_loop_runs(blocking: bool, tmp_path: Path) -> None:
+    if blocking:
+        (example,) = doctest.DocTestParser().get_examples(str(api.BlockingRun.__doc__))
+        code = example.source
+    else:
+        _, _, text = str(api.__doc__).partition("import titan_rl\n\n")
+        code = textwrap.dedent("\n".join(line for line in text.splitlines() if not line or line.startswith("    ")))
+    toy = code.replace('"grpo_llama"', '"toy.toml"').replace("31", "3").replace("prompts(8)", "prompts(4)")
+    finished(tmp_path, toy, blocking=blocking)
+    assert [line["step"] for line in lines(tmp_path / "run") if line["kind"] == "rl"] == [1, 2]
+
+
+def test_the_examples_of_the_verbs_run_in_a_notebook(tmp_path: Path) -> None:
+    """A cell that is interrupted leaves a run that can be closed."""
+    write_config(tmp_path)
+    methods = {name: str(f.__doc__) for name, f in vars(api.Run).items() if callable(f) and not name.startswith("_")}
+    examples = {name: doctest.DocTestParser().get_examples(doc) for name, doc in methods.items()}
+    assert all(examples.values()), "each verb has an example"
+    begin = 'import psutil, titan_rl\nrun = await titan_rl.start("toy.toml", quiet=True)'
+    forever = "while True:\n    await run.sample(run.prompts(4))"
+    children = "[child.pid for child in psutil.Process().children(recursive=True)]"
+    wants = {begin: "", **{e.source: e.want for name in examples for e in examples[name] if name != "close"}}
+    wants |= {children: "[...]\n", forever: "", examples["close"][0].source: ""}
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in wants])
+    client = nbclient.NotebookClient(
+        book,
+        timeout_func=lambda cell: 5 if cell.source == forever else 120,
+        interrupt_on_timeout=True,
+        allow_errors=True,
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute(env=environment())
+    pids: list[int] = []
+    for cell, want in zip(book.cells, wants.values(), strict=True):
+        shown = "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") + "\n" for out in cell.outputs)
+        failed = [out.ename for out in cell.outputs if out.output_type == "error"]
+        assert failed == (["CancelledError"] if cell.source == forever else []), cell  # as IPython ends an async cell
+        if want:
+            assert doctest.OutputChecker().check_output(want, shown, doctest.ELLIPSIS), (cell.source, shown)
+        pids = json.loads(shown) if cell.source == children else pids
+    assert pids
+    assert_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+    assert "nothing lost" in audited(tmp_path / "run")

@@ -14,14 +14,14 @@ It may name any of these arguments. One that names none, and requires one argume
 and returns a number for each rollout, or an array with one for each of its sampled tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from titan_rl.batch.experience import Estimate, RewardedGroup, sampled_advantages
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
-from titan_rl.wire.user_functions import keywords_of, parameters_of
+from titan_rl.wire.user_functions import argued
 
 ARGUMENTS = ("rewards", "lengths", "group", "columns")
 TRIED_REWARDS = (0.0, 1.0, 0.25, 1.0)
@@ -29,25 +29,25 @@ TRIED_REWARDS = (0.0, 1.0, 0.25, 1.0)
 
 def estimate_of(advantage: Callable[..., Any], name: str) -> Estimate:
     """Return a user's function as experience.py calls it. `name` begins its error messages."""
-    parameters = parameters_of(advantage)
-    only = not any(p.name in ARGUMENTS for p in parameters) and sum(p.default is p.empty for p in parameters) == 1
-
-    def estimate(group: RewardedGroup) -> Sequence[float | np.ndarray]:
-        if only:
-            return advantage(group.rewards)
-        return advantage(**keywords_of(advantage, {key: getattr(group, key) for key in ARGUMENTS}, name))
-
-    return estimate
+    return argued(advantage, ARGUMENTS, "rewards", name)
 
 
-def check(advantage: Callable[..., Any], name: str) -> str:
-    """Return why a user's advantages cannot be used, or "". Tries them on groups with equal and with other rewards."""
+def tried_groups() -> list[RewardedGroup]:
+    """Return groups with equal and with other rewards, to try a user's function on."""
+    groups: list[RewardedGroup] = []
     for rewards in (TRIED_REWARDS, (1.0,) * len(TRIED_REWARDS)):
         answers = [Completion([1] * n, [-0.5] * n, [0] * n, "stop") for n in range(3, 3 + len(rewards))]
         rollouts = [Rollout([Branch([Turn([2, 3], a)])], "answer", r) for a, r in zip(answers, rewards, strict=True)]
         columns = [{"behaviour": np.array(a.logprobs)} for a in answers]
         lengths = np.array([len(a.tokens) for a in answers])
-        group = RewardedGroup(Group(Prompt(0, "a prompt", [2, 3], ""), rollouts), np.array(rewards), lengths, columns)
+        group = Group(Prompt(0, "a prompt", [2, 3], ""), rollouts)
+        groups.append(RewardedGroup(group, np.array(rewards), lengths, columns))
+    return groups
+
+
+def check(advantage: Callable[..., Any], name: str) -> str:
+    """Return why a user's advantages cannot be used, or ""."""
+    for group in tried_groups():
         try:
             sampled_advantages(group, estimate_of(advantage, name))
         except Exception as error:  # a user's function may raise any error

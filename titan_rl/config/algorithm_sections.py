@@ -2,18 +2,17 @@
 [reward_model] [teacher]."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal
 
+from titan_rl.config.algorithms import PRESETS, Kind, kind_of
 from titan_rl.config.choices import (
     MOST_RANKS,
     MOST_SECONDS,
     Aggregation,
-    AlgorithmName,
     Estimator,
     Level,
     NestedTables,
     PairLoss,
-    PreferenceAlgorithm,
     Rejection,
     Table,
     Tables,
@@ -65,6 +64,9 @@ class TaskSection:
     sum is trained on, and each is logged (docs/data.md)."""
     reward_args: Table = field(default_factory=dict, hash=False)
     """Arguments of built-in verifiers, such as {pattern = "^yes", longest = 200} (docs/data.md)."""
+    filter: str = ""
+    """Your own function of a judged group, "package.module:function": where it returns false, the group is replaced, as
+    with algorithm.dynamic_sampling (docs/algorithms.md)."""
     grader: str = ""
     """Another reward of every training answer, as in reward. It is logged and never trained on: see `python -m
     titan_rl audit --rewards`."""
@@ -164,9 +166,9 @@ class RolloutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
-    """The defaults make "grpo"; presets.py lists what every other name changes."""
+    """The defaults make "grpo"; algorithms.py lists the keys that every other name changes."""
 
-    name: AlgorithmName = "grpo"
+    name: str = field(default="grpo", metadata={"named": PRESETS})
     """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
     advantage: str = field(default="group", metadata={"own": True, "named": ADVANTAGES})
     """Baseline of a reward (docs/algorithms.md), or your own function."""
@@ -297,7 +299,8 @@ class AlgorithmSection:
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal until the step is full (DAPO)."""
     max_refills: int = bounds(10, ge=1, le=1000)
-    """Maximum rounds of replacements per step. After that the step continues with the groups it has."""
+    """Maximum rounds of replacements per step. After that the step continues with the groups it has, unless task.filter
+    refuses one: then the run ends."""
     overlong_filter: bool = False
     """Exclude truncated rollouts from training."""
     overlong_buffer: int = bounds(0, ge=0, le=2**20)
@@ -325,13 +328,8 @@ class AlgorithmSection:
     """Weight of rejected answers in KTO."""
 
     @property
-    def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
-        """Return what a step trains on: rollouts, examples, pairs for a policy, or pairs for a reward model."""
-        if self.name == "sft":
-            return "supervised"
-        if self.name == "reward_model":
-            return "reward"
-        return "preference" if self.name in get_args(PreferenceAlgorithm) else "rl"
+    def kind(self) -> Kind:
+        return kind_of(self.name)
 
     @property
     def needs_reference(self) -> bool:

@@ -22,26 +22,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
 Rejection = Literal["none", "token", "geometric", "second_moment"]
-BaselineAlgorithm = Literal["gdpo", "pass_at_k", "maxrl", "opo", "remax", "otb"]
-DistillingAlgorithm = Literal["opd", "sdpo", "sdft", "opsd"]
-ClassicAlgorithm = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "ppo",
-    "dapo",
-    "gspo",
-    "cispo",
-    BaselineAlgorithm,
-    DistillingAlgorithm,
-]
-GateAlgorithm = Literal["sapo", "dppo", "prob_diff", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov", "m2po"]
-RolloutAlgorithm = Literal[ClassicAlgorithm, GateAlgorithm, "online_dpo"]
 PairLoss = Literal["none", "dpo", "ipo"]
-PreferenceAlgorithm = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
-AlgorithmName = Literal[RolloutAlgorithm, "sft", PreferenceAlgorithm, "reward_model"]
 
 
 MOST_SECONDS = 10**7

@@ -2,7 +2,7 @@
 
 The values of algorithm.advantage and algorithm.clip, their --help, the table of advantages in docs/algorithms.md and
 most of preflight/checks/algorithm.py follow from these entries. To add a method, add its entry here and its function in
-batch/advantages.py or kernels/surrogate.py. presets.py has the algorithms, which choose among methods.
+batch/advantages.py or kernels/surrogate.py. algorithms.py has the algorithms, which choose among methods.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,112 +1,11 @@
-"""Presets of [algorithm]: for each name, the keys that differ from "grpo", whose values are the defaults.
-
-A file's own keys override the preset, so presets can be changed and mixed freely.
-
-A preset means the same at every staleness: its ratio is against the log-probs of sampling (proximal = "generator"), as
-PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
-ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Other keys are
-needed by opd with a lag, by gspo and luspo in 16 bits, and by all where the engines' weights are quantized: see
-`resolve`.
-"""
+"""Resolves [algorithm]: a file's own keys over the keys of its algorithm (algorithms.py), and over the keys that a lag,
+16 bits or quantized engines need."""
 
 from collections.abc import Collection
-from typing import Any, get_args
+from typing import Any
 
-from titan_rl.config.choices import RolloutAlgorithm
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config
-
-SELF_DISTILLED: dict[str, Any] = {
-    "advantage": "teacher",
-    "normalize": "none",
-    "clip": "cispo",
-    "clip_low": 1.0,
-    "clip_high": 1.0,
-    "aggregation": "sequence_mean",
-}
-"""The teacher is the policy with another prompt. A stale token's weight is its ratio, at most 2, as in TRL."""
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024: baseline is the group's mean, scale its standard deviation. Token mean is the default of
-    # TRL and verl; the paper aggregates by "sequence_mean".
-    "grpo": {},
-    # Liu et al. 2025: divide neither by the standard deviation nor by a sequence's own length.
-    "dr_grpo": {"normalize": "none", "aggregation": "sequence_sum"},
-    # Ahmadian et al. 2024: baseline is the mean of the other samples; the KL, if any, is in the reward. The paper has
-    # no lag and needs no clip; here PPO's clip limits stale tokens.
-    "rloo": {"advantage": "leave_one_out", "normalize": "none", "kl_in": "reward", "kl": "k1"},
-    # Hu 2025: the only baseline is the step's mean; KL in the reward.
-    "reinforce_pp": {"advantage": "return", "normalize": "batch", "kl_in": "reward", "kl": "k1"},
-    # The same paper's variant for groups: subtract the group's mean, then whiten over the step.
-    "reinforce_pp_baseline": {"advantage": "group", "normalize": "batch", "kl": "k2"},
-    # Schulman et al. 2017, as used in RLHF: a critic, GAE, KL in the reward. The paper's old policy is the one that
-    # sampled.
-    "ppo": {"advantage": "gae", "normalize": "batch", "kl_in": "reward", "kl": "k1"},
-    # Yu et al. 2025: clip-higher, token mean, dynamic sampling, overlong filtering. Soft punishment: overlong_buffer.
-    # Clip-higher leaves stale tokens that became likelier their gradient up to 1.28, not 1.2.
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_filter": True},
-    # Zheng et al. 2025: one ratio per sequence, with the paper's clip. All stale tokens of an answer share one weight.
-    "gspo": {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    # MiniMax 2025: a clipped weight in front of the log-prob, without a lower bound, at most 5. With a lag it is the
-    # truncated importance weight that corrects stale tokens.
-    "cispo": {"clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-    # Liu et al. 2026: each reward is normalized within its group by itself, their weighted sum over the step.
-    "gdpo": {"advantage": "per_reward", "normalize": "batch"},
-    # Tang et al. 2025: what a sample adds to the best of its group, or of pass_k samples (Walder and Karkhanis 2025).
-    "pass_at_k": {"advantage": "pass_at_k"},
-    # Tajwar et al. 2026: divide by the group's mean, so that a group counts as the gradient of its log pass rate.
-    "maxrl": {"normalize": "mean"},
-    # Hao et al. 2025: the group's mean is weighted by length; exact on-policy training.
-    "opo": {"advantage": "length_weighted", "normalize": "none"},
-    # Li et al. 2023: baseline is the reward of the greedy answer to the prompt; KL in the reward.
-    "remax": {"advantage": "greedy", "normalize": "none", "kl_in": "reward", "kl": "k1"},
-    # verl's optimal token baseline: each token's return against the group's, weighted by the gradient's norm so far.
-    "otb": {"advantage": "optimal_token", "normalize": "none"},
-    # On-policy distillation: a token's advantage is teacher log-prob - sampling log-prob.
-    "opd": {"advantage": "teacher", "normalize": "none", "clip": "none"},
-    # Hübotter et al. 2026: the policy's average reads another answer of the group that is right, or the feedback.
-    "sdpo": {**SELF_DISTILLED, "teacher_weights": "average", "teacher_context": ["sibling", "feedback"]},
-    # Shenfeld et al. 2026: the policy's average reads a demonstration, here of the row or its answer.
-    "sdft": {**SELF_DISTILLED, "teacher_weights": "average", "teacher_context": ["demonstration", "answer"]},
-    # Zhao et al. 2026: the policy at the start of RL reads the reference answer.
-    "opsd": {**SELF_DISTILLED, "teacher_weights": "reference", "teacher_context": ["answer"]},
-    # Gao et al. 2025 (SAPO): a soft gate in place of the clip.
-    "sapo": {"clip": "sapo", "aggregation": "sequence_mean"},
-    # Qi et al. 2026 (DPPO): the trust region is one of probabilities. "dppo_kl" has 0.05 for both bounds.
-    "dppo": {"clip": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15, "dual_clip": 20.0},
-    # prime-rl's loss "ipo": both directions are masked, and a penalty holds all tokens.
-    "prob_diff": {"clip": "prob_diff", "clip_low": 0.1, "clip_high": 0.1, "ratio_penalty": 1e-3},
-    # Zhao et al. 2025 (GMPO): the geometric mean of clipped token ratios, in a wide clip.
-    "gmpo": {"ratio": "sequence", "clip": "gmpo", "aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
-    # LUSPO (arXiv 2602.05261): gspo whose sequences count by their length.
-    "luspo": {
-        "ratio": "sequence",
-        "aggregation": "sequence_sum",
-        "length_constant": 1,
-        "clip_low": 2e-3,
-        "clip_high": 2.5e-3,
-    },
-    # Shen et al. 2026 (VESPO): a smooth weight of a whole sequence's ratio.
-    "vespo": {"clip": "vespo"},
-    # Cui et al. 2025: hold back the few tokens that would lower the entropy most.
-    "clip_cov": {"clip": "clip_cov"},
-    "kl_cov": {"clip": "kl_cov"},
-    # Zheng et al. 2025 (M2PO): no clip; tokens are dropped until the second moment of the log-ratios is small.
-    "m2po": {"clip": "none", "rejection": "second_moment"},
-    # Guo et al. 2024: DPO on the best and the worst answer of each group.
-    "online_dpo": {"pair_loss": "dpo", "normalize": "none"},
-    # Supervised and preference training use only global_batch_size and the keys from beta on.
-    "sft": {},
-    "dpo": {},
-    "ipo": {},
-    # Meng et al. 2024: mean log-probs, a margin and no reference, with the authors' values for Llama 3 8B (base). They
-    # advise to start from this margin, half of beta. TRL's defaults are DPO's beta, 0.1, and a margin of 0.5.
-    "simpo": {"beta": 2.0},
-    # Hong et al. 2024: supervised on the chosen answer, and an odds ratio against the rejected one; no reference.
-    "orpo": {},
-    # Ethayarajh et al. 2024: each answer by itself is desirable or not.
-    "kto": {},
-    "reward_model": {},
-}
+from titan_rl.config.algorithms import PRESETS, kind_of
+from titan_rl.config.sections import AlgorithmSection, Config
 
 TRUNCATED: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
 """For opd with a lag: no clip limits its ratio, so a truncated weight corrects stale tokens. And for engines with
@@ -125,7 +24,7 @@ def resolve(
     """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: of the trainer's and the generator's
     computations; any but "float32" has 16 bits. `quantized`: the generator's weights have 8."""
     name, keys = own.get("name", "grpo"), dict[str, Any]()
-    ratios = name in get_args(RolloutAlgorithm) and (PRESETS[name] | own).get("pair_loss", "none") == "none"
+    ratios = kind_of(name) == "rl" and (PRESETS[name] | own).get("pair_loss", "none") == "none"
     corrected = quantized and "correction" not in own and ratios
     if (corrected or (name == "opd" and lag)) and own.get("proximal") != "generator":
         keys = TRUNCATED
@@ -142,7 +41,7 @@ def resolve(
     return PRESETS[name] | keys | own
 
 
-def preset(name: AlgorithmName, *, lag: int = 0, **own: Any) -> AlgorithmSection:
+def preset(name: str, *, lag: int = 0, **own: Any) -> AlgorithmSection:
     """Return the [algorithm] of a file that sets only these keys, for trainers and generators in float32."""
     return AlgorithmSection(**resolve({"name": name, **own}, lag=lag))
 

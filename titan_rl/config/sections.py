@@ -25,12 +25,10 @@ from titan_rl.config.algorithm_sections import (
 from titan_rl.config.choices import (  # noqa: F401 (declared for all rooms)
     BYTES,
     Aggregation,
-    AlgorithmName,
     Dtype,
     Estimator,
     Family,
     Level,
-    PreferenceAlgorithm,
     Rejection,
     Switch,
     Weight,

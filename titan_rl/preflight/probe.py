@@ -38,6 +38,7 @@ STAGES = {
 OWN = {
     "algorithm.advantage": "titan_rl.batch.own_advantages",
     "algorithm.loss": "titan_rl.kernels.own_loss",
+    "task.filter": "titan_rl.batch.own_filter",
     "task.name": "titan_rl.tasks.own_task",
 }
 """Keys of a user's functions, and the module with their check."""
@@ -63,9 +64,9 @@ def probe(
     environment: EnvironmentSection = EnvironmentSection(),  # noqa: B008 (frozen)
 ) -> Iterator[str]:
     """Yield the problem of `name`, if it has one. A reward is imported, and called with the prompt's own answer; an
-    override is imported and must be registered; an advantage or a loss is tried on random numbers; an environment or an
-    agent is imported as `environment` configures, and a user's environment is constructed, reset and closed for the
-    prompt."""
+    override is imported and must be registered; an advantage, a loss or a filter is tried on random numbers; an
+    environment or an agent is imported as `environment` configures, and a user's environment is constructed, reset and
+    closed for the prompt."""
     seconds = PROBE_SECONDS * (EXTERNAL_FACTOR if environment.python else 1)
     question = Question(key, name, prompt, arguments, environment)
     longest = max(seconds, environment.turn_seconds)

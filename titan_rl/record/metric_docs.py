@@ -55,7 +55,7 @@ DOCS: dict[str, str] = {
     "bubble/trainer": "Share of the step in which the trainers neither trained nor scored rollouts.",
     "bubble/generator": "Share of the step in which the average engine did not sample; evaluation counts as sampling.",
     "overlap": "Lower bound on the share of sampling or training, whichever is shorter, that ran during the other.",
-    "dropped/groups": "Groups that dynamic sampling replaced because all their rewards were equal.",
+    "dropped/groups": "Groups replaced because all their rewards were equal (dynamic sampling), or by task.filter.",
     "dropped/failed": "Groups that were replaced because their reward failed twice.",
     "dropped/tokens": "Sampled tokens of the groups that were replaced.",
     "tokens/sampled": "Tokens that the generators sampled for the step.",

@@ -108,6 +108,7 @@ class StreamSettings:
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward an environment or a reward model gave
+    keeps: Callable[[Group], bool] | None = None  # the user's filter
     modelled: bool = False  # the judge is a reward model, which has no grader
 
     @property

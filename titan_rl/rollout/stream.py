@@ -10,12 +10,16 @@ from titan_rl.batch.experience import teaches
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import GroupSampler, Judge, StreamSettings, Unjudged
 from titan_rl.tasks.prompts import PromptSource
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.reports import Backlog
 from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import Decode, Generates, Group
 
 FLAT = "flat"
 """The reason in the ledger for a group that was dropped because its rewards give no token an advantage."""
+
+REFUSED = "refused"
+"""The reason for a group that task.filter refused."""
 
 ROLLED_BACK = "rolled back"
 """The reason for a group that was dropped because a step that trained on it was undone (fault.on_bad_steps)."""
@@ -50,8 +54,8 @@ class RolloutStream:
     if it finishes earlier. So no token is older than max_staleness_steps when it is trained on; docs/algorithms.md has
     the proof.
 
-    A group that cannot be used, because its judge failed or (dynamic sampling) its rewards are all equal, is dropped
-    and another prompt is admitted behind the groups in flight, which all move up by one turn.
+    A group that cannot be used, because its judge failed, task.filter refuses it or (dynamic sampling) its rewards
+    are all equal, is dropped and another prompt is admitted behind the groups in flight, which all move up by one turn.
     """
 
     def __init__(
@@ -115,15 +119,21 @@ class RolloutStream:
         self._fill()
 
     async def take(self, n: int, step: int) -> list[Group]:
-        """Return n judged groups. With dynamic sampling their rewards are unequal, except that the groups of the last
-        of max_refills rounds are returned as they are. A round is admitted at once, not group by group, so that a
-        synchronous run always makes the same engine batches."""
-        refills = self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0
+        """Return n judged groups that task.filter keeps. With dynamic sampling their rewards are unequal, except that
+        the groups of the last of max_refills rounds are returned as they are. A round is admitted at once, not group by
+        group, so that a synchronous run always makes the same engine batches."""
+        refills = most = self._algorithm.max_refills
         with self._clock("generate"):
             self._hurry(n, step)
             groups, self.dropped = list(await self._gather(n, step)), []
             while useless := {group: reason for group in groups if (reason := self._useless(group.group, refills))}:
-                refills -= FLAT in useless.values()
+                refills -= not {FLAT, REFUSED}.isdisjoint(useless.values())
+                if refills < 0:
+                    refused = sum(reason == REFUSED for reason in useless.values())
+                    raise RunError(
+                        f"step {step}: expected task.filter to keep {n} groups within algorithm.max_refills = {most} "
+                        f"rounds of replacements, found {refused} refused in the last one"
+                    )
                 self._replace(useless)
                 groups = [group for group in groups if group not in useless]
                 groups += await self._gather(len(useless), step)
@@ -176,7 +186,7 @@ class RolloutStream:
         for group, reason in useless.items():
             self.dropped.append(group.group)
             self._ledger.dropped(group.group, reason)
-            self._prompts.visited(group.prompt, group.group.rewards if reason == FLAT else ())
+            self._prompts.visited(group.prompt, group.group.rewards if reason in (FLAT, REFUSED) else ())
         for turn in turns[len(self._inflight) :]:
             self._start(turn)
         for group, turn in zip(self._inflight.values(), turns, strict=True):
@@ -244,13 +254,16 @@ class RolloutStream:
         return chosen
 
     def _useless(self, group: Group, refills: int) -> str:
-        """Return why a group must be replaced: its judge failed, its step was undone, or (with refills left) it teaches
-        nothing. Else ""."""
+        """Return why a group must be replaced: its judge failed, its step was undone, task.filter refuses it, or (with
+        refills left) it teaches nothing. Else ""."""
         if isinstance(group, Unjudged):
             return f"failed: {group.failure.reason}"
         if group.prompt.id in self._settings.bad_prompts:
             return ROLLED_BACK
-        return FLAT if refills > 0 and not teaches(group, self._algorithm, self._settings.weights) else ""
+        if (keeps := self._settings.keeps) is not None and not keeps(group):
+            return REFUSED
+        wanted = self._algorithm.dynamic_sampling and refills > 0
+        return FLAT if wanted and not teaches(group, self._algorithm, self._settings.weights) else ""
 
     async def aclose(self) -> None:
         self._left = self._allowed = 0  # a weight sync in progress admits nothing more

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_rl.batch.experience import Estimate, samples_of, with_advantages
 from titan_rl.batch.own_advantages import estimate_of
+from titan_rl.batch.own_filter import filter_of
 from titan_rl.preflight.checks.parts import runs_code
 from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
@@ -46,6 +47,9 @@ class Verbs:
         if (algorithm := run.config.algorithm).own_advantage:
             own = load(algorithm.advantage, "algorithm.advantage")
             self._estimate = estimate_of(own, f'algorithm.advantage = "{algorithm.advantage}"')
+        self.keeps = (
+            filter_of(load(own, "task.filter"), f'task.filter = "{own}"') if (own := run.config.task.filter) else None
+        )
         self.engines_proven = False  # their log-probs equal the trainers'
 
     async def begin(self, phase: PhaseName, start: int, state: Mapping[str, Any]) -> PromptSource:
@@ -151,6 +155,7 @@ class Verbs:
             driver=self.meshes.environments,
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),
             warn=warn,
+            keeps=self.keeps,
             grade=grader and self.setup.judges.judge(grader),
             modelled=self.meshes.reward_model is not None,
         )

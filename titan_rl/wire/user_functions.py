@@ -1,7 +1,7 @@
 """Loads the functions that a config names, and calls them with the arguments that they take."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,15 @@ def keywords_of(
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TypeError(f"{name}: expected to require no arguments but {', '.join(offered)}, found {p}")
     return keywords
+
+
+def argued(function: Callable[..., Any], names: Collection[str], only: str, name: str) -> Callable[[Any], Any]:
+    """Return a function of an object that calls a user's function with attributes of the object: each of `names` that
+    the function takes by keyword. One that takes none of them, and requires one argument, gets the attribute `only`."""
+    parameters = parameters_of(function)
+    if not any(p.name in names for p in parameters) and sum(p.default is p.empty for p in parameters) == 1:
+        return lambda given: function(getattr(given, only))
+    return lambda given: function(**keywords_of(function, {key: getattr(given, key) for key in names}, name))
 
 
 def load(name: str, key: str) -> Any:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from titan_rl.actors.titan.objectives import Objectives
-from titan_rl.config.presets import PRESETS, algorithm_of
+from titan_rl.config.algorithms import PRESETS
+from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import (
     AlgorithmSection,
     Config,

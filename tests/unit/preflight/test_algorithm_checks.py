@@ -96,6 +96,18 @@ TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
             'rollout.group_size: expected at least 2, because algorithm.length_reward = "kimi" compares the lengths of',
         ),
         (
+            'name = "sft"\n[task]\nfilter = "mine:keeps"',
+            'task.filter: expected "", because algorithm.name = "sft" samples no groups, found "mine:keeps"',
+        ),
+        (
+            '[task]\nfilter = "operator:not_"\n[training]\nstream_groups = 1',
+            "training.stream_groups: expected 0, because task.filter replaces groups",
+        ),
+        (
+            '[task]\nfilter = "operator:neg"',
+            "task.filter = 'operator:neg': TypeError: bad operand type",
+        ),
+        (
             'length_reward = "target"',
             'algorithm.length_target: expected at least 1, because algorithm.length_reward = "target", found 0',
         ),

@@ -5,8 +5,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.rollout_streams import Echo, Failing, ids, ledger_lines, source, stream
+from titan_rl.batch.own_filter import filter_of
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
 
 
 async def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> None:
@@ -60,6 +64,31 @@ async def test_a_step_goes_on_with_flat_groups_after_max_refills_rounds(tokenize
     assert ids(groups) == [1, 7, 8]
     assert ids(rollouts.dropped) == [0, 2, 3, 4, 5, 6]
     assert len(echo.requests) == 3 + 3 * 2
+
+
+async def test_refused_groups_are_replaced(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """Beside a group whose judge fails, and a flat one."""
+    judge, echo = Failing({1: 2}), Echo([2, 0, 1], flat={5}.__contains__)
+    keeps = filter_of(lambda group: group.prompt.id not in (0, 4), "the filter")
+    rollouts = stream(
+        echo, source(tokenizer), tokenizer, 4, judge=judge, folder=tmp_path, keeps=keeps, dynamic_sampling=True
+    )
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        assert ids(await rollouts.take(4, 1)) == [2, 3, 6, 7]
+        rollouts.trained(1, [])
+    reasons = {line[0]: line[1].partition(":")[0] for line in ledger_lines(tmp_path, "dropped")}
+    assert reasons == {0: "refused", 1: "failed", 4: "refused", 5: "flat"}
+
+
+async def test_a_filter_that_refuses_everything_ends_the_run(tokenizer: TextTokenizer) -> None:
+    echo = Echo([0])
+    rollouts = stream(echo, source(tokenizer), tokenizer, keeps=lambda group: False, max_refills=2)
+    async with aclosing(rollouts):
+        rollouts.admit(2)
+        with pytest.raises(RunError, match=r"expected task\.filter to keep 2 groups within algorithm\.max_refills = 2"):
+            await rollouts.take(2, 1)
+    assert len(echo.requests) == 2 * 3
 
 
 async def test_without_dynamic_sampling_flat_groups_stay(tokenizer: TextTokenizer) -> None:

@@ -2,14 +2,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection
+from titan_rl.config.algorithms import PRESETS
+from titan_rl.config.sections import AlgorithmSection
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
 from titan_rl.tasks.task import Example, Task
 from titan_rl.text.tokenizer import TextTokenizer
@@ -179,7 +179,7 @@ def test_a_reward_models_pair_is_scored_where_it_has_read_the_last_token(text: T
 
 
 def test_every_kind_but_rl_has_its_samples() -> None:
-    kinds = {AlgorithmSection(name=name).kind for name in get_args(AlgorithmName)}
+    kinds = {AlgorithmSection(name=name).kind for name in PRESETS}
     assert set(SAMPLES) == kinds - {"rl"}
 
 

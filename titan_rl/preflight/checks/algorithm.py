@@ -39,6 +39,8 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield wrong("algorithm.desirable_weight", "a value above 0, because algorithm.undesirable_weight is 0 too")
     if a.kind != "rl" and a.pair_loss != "none":
         yield wrong("algorithm.pair_loss", f'"none", because algorithm.name = "{a.name}" samples no answers')
+    if a.kind != "rl" and config.task.filter:
+        yield wrong("task.filter", f'"", because algorithm.name = "{a.name}" samples no groups')
     if a.kind != "rl":
         return
     yield from _check_pairs(config)
@@ -133,7 +135,7 @@ def _check_estimators(config: Config) -> Iterator[str]:
 
 
 def _check_own(config: Config) -> Iterator[str]:
-    """Check the user's parts of the algorithm."""
+    """Check the user's parts of the algorithm, and the filter of its groups."""
     a, shown = config.algorithm, partial(problem, config)
     if a.own_advantage:
         because = "because algorithm.advantage is your own function"
@@ -145,6 +147,8 @@ def _check_own(config: Config) -> Iterator[str]:
         yield shown(f"algorithm.{key}", f"{off}, because algorithm.loss takes its place")
     elif a.loss:
         yield from probe(a.loss, None, "algorithm.loss")
+    if own := config.task.filter:
+        yield from probe(own, None, "task.filter")
 
 
 def check_steps(config: Config) -> Iterator[str]:
@@ -160,9 +164,9 @@ def check_steps(config: Config) -> Iterator[str]:
     if rollout.overtake_steps and rollout.steps_ahead <= 0:
         most = f"less than rollout.max_staleness_steps = {rollout.max_staleness_steps}"
         yield wrong("rollout.overtake_steps", f"0, or {most}")
-    if rollout.overtake_steps and a.dynamic_sampling:
-        why = "because replaced groups would exceed it"
-        yield wrong("rollout.overtake_steps", f"0 with algorithm.dynamic_sampling, {why}")
+    if rollout.overtake_steps and (a.dynamic_sampling or config.task.filter):
+        key = "algorithm.dynamic_sampling" if a.dynamic_sampling else "task.filter"
+        yield wrong("rollout.overtake_steps", f"0 with {key}, because replaced groups would exceed it")
     how, colocated = config.weight_sync.in_flight, config.placement.kind == "colocated"
     if rollout.steps_ahead and how != "swap":  # without a lag no request is unfinished at a weight update
         if colocated:
@@ -176,6 +180,7 @@ def check_steps(config: Config) -> Iterator[str]:
         'algorithm.normalize is "batch"': a.normalize == "batch",
         "a step has several updates": a.updates > 1,
         "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
+        "task.filter replaces groups": bool(config.task.filter),
         "a critic is trained": a.needs_critic,
         "algorithm.pair_loss divides by all pairs of a step": a.online_pairs,
         "rollout.overtake_steps lets groups overtake each other": rollout.overtake_steps > 0,

@@ -20,7 +20,8 @@ from golden.replay import (
     tensor,
 )
 from support.judged_groups import group, rollout
-from titan_rl.config.presets import PRESETS, preset
+from titan_rl.config.algorithms import PRESETS
+from titan_rl.config.presets import preset
 from titan_rl.config.sections import Config, CurriculumSection
 from titan_rl.ext.teachers.privileged import PrivilegedPrompts
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support.agent_rollouts import chatting
 from titan_rl.batch.experience import samples_of
-from titan_rl.config.presets import PRESETS
+from titan_rl.config.algorithms import PRESETS
 from titan_rl.config.sections import AlgorithmSection, Config, TeacherSection
 from titan_rl.ext.agents.episodes import Step
 from titan_rl.ext.agents.play import Score

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from titan_rl.config.sections import PreferenceAlgorithm
 from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum, sequence_lengths, sequence_sums
 
 AVERAGED = ("ipo", "simpo", "orpo")
@@ -40,7 +39,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    name: PreferenceAlgorithm = "dpo"
+    name: str = "dpo"
     beta: float = 0.1
     label_smoothing: float = 0.0
     simpo_gamma: float = 1.0
@@ -84,7 +83,7 @@ def kto(x: Ratios, s: Preference) -> torch.Tensor:
     return (s.desirable_weight * desirable_P + s.undesirable_weight * undesirable_P) / 2
 
 
-LOSSES: dict[PreferenceAlgorithm, Callable[[Ratios, Preference], torch.Tensor]] = {
+LOSSES: dict[str, Callable[[Ratios, Preference], torch.Tensor]] = {
     "dpo": dpo,
     "ipo": ipo,
     "simpo": simpo,
