@@ -76,7 +76,7 @@ def samples(step: int, name: str) -> list[Sample]:
 
 
 def learn(folder: Path, layout: str, names: Sequence[str], family: Family = "llama3") -> dict[str, Any]:
-    """Return, by name, the statistics of each step, and the scores of the last step's samples."""
+    """Return, by name, the statistics of each step, and the scores of the last step's trained tokens."""
     import torch.distributed as dist
 
     from titan_rl.actors.titan.role_model import RoleModel
@@ -103,7 +103,7 @@ def learn(folder: Path, layout: str, names: Sequence[str], family: Family = "lla
             dist.all_gather_object(every, answers)
             return unpack(batches, every[:: p.row_ranks], asked)
 
-        steps, scores = [], list[np.ndarray]()
+        steps, scores, asked = [], list[np.ndarray](), list[Sample]()
         for step in range(STEPS):
             asked = samples(step, name)
             scores = scored(asked)
@@ -113,5 +113,8 @@ def learn(folder: Path, layout: str, names: Sequence[str], family: Family = "lla
             stats = model.step([packer.update(update, p.dp)[row] for update in updates])
             steps.append({"loss": stats.loss, "grad_norm": stats.grad_norm, **stats.metrics})
         model.close()
-        learnt[name] = {"steps": steps, "scores": np.concatenate(scores).tolist()}
+        trained = [
+            own[np.array(s.mask) > 0] for s, own in zip(asked, scores, strict=True)
+        ]  # others share their prompts
+        learnt[name] = {"steps": steps, "scores": np.concatenate(trained).tolist()}
     return learnt
