@@ -37,12 +37,14 @@ def kind_on(gpu: torch.device | None) -> HashKind:
 
 
 def checksums_of(blocks: Sequence[Sequence[Tensor]], gpu: torch.device | None) -> Checksums:
-    """Prepare to hash blocks, each given by its copies' windows in the order of the run.  # [blocks, rows, cols]"""
+    """Prepare to hash blocks, each given by its copies' windows in the order of the run.  # [blocks, rows, cols]
+
+    A GPU reads memory of the host only if it is pinned; torch hashes other memory on the host."""
     if gpu is None:
         return partial(_xxh3, blocks)
     fused = (
         triton_kernels("block_hash", "weights are verified by torch operations, block by block")
-        if gpu.type == "cuda"
+        if gpu.type == "cuda" and all(window.is_cuda or window.is_pinned() for block in blocks[:1] for window in block)
         else None
     )
     return partial(_splitmix, blocks) if fused is None else fused.HashTable(blocks, gpu).sums

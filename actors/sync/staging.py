@@ -3,12 +3,17 @@
     parameters -> shards_of -> (plan) -> Staging.offer, once: where each reader finds its run
     every version:                       Staging.pack: cast, lay out and hash each run
 
+On a GPU runs are packed through a buffer there, in parts, which are hashed while they are copied into the slot.
+
 There are two slots: a version is packed into one while readers may still use the other. The caller of pack() must make
 sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the readers. If the plan has adapters, all
 other weights are frozen: they are packed into each slot once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_
 from titan_rl.actors.sync.held_shards import local_tensors
 from titan_rl.actors.sync.transport import PACKING, How, Memory, TrainerLink, octets
 from titan_rl.kernels.pack_weights import pack, pack_one_by_one
-from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
+from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer
@@ -27,6 +32,20 @@ Pack = Callable[[Mapping[str, Tensor], Sequence[Copy], Tensor], None]
 View = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 SLICE_BYTES = 8 << 20
 """Size of one read over a link: 4 to 8 MiB measured best over Monarch's TCP fallback."""
+
+BUFFER_BYTES = 64 << 20
+"""Size of the buffer on a GPU, at least one block: the host prepares a part while the one before is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedPart:
+    """Consecutive blocks of a run that are packed into the buffer together."""
+
+    first: int  # index of its first block
+    start: int  # index of its first element in the run
+    elements: int
+    copies: tuple[Copy, ...]
+    checksums: Callable[[], list[int]]  # hashes its blocks in the buffer
 
 
 class Staging:
@@ -72,13 +91,9 @@ class Staging:
             }
             for slot in range(SLOTS)
         ]
-        self._hashes = [
-            {
-                reader: checksums_of([parts_of(run, block) for block in self._blocks[reader]], self._gpu)
-                for reader, run in runs.items()
-            }
-            for runs in (self.runs if self._gpu is not None and checksums else [])
-        ]
+        self._parts: dict[int, list[BufferedPart]] = {}
+        if self._gpu is not None:
+            self._parts = self._buffered(self._gpu, dtype, BUFFER_BYTES // dtype.itemsize)
         self._adapters = {reader: tuple(copy for copy in run if copy.adapts) for reader, run in copies.items()}
         self._frozen: list[dict[int, list[int]]] = [{}, {}]  # checksums of the frozen blocks in a slot, by reader
         self._link: TrainerLink | None = None
@@ -114,18 +129,43 @@ class Staging:
         return checksums
 
     def _pack_runs(self, slot: int) -> dict[int, list[int]]:
-        """Pack each run in one launch, which is waited for, and hash it in another, which reads what readers will map.
-        Return the checksums of each run."""
-        (local, pack), frozen = self._current(), self._frozen[slot]
+        """Pack part by part into the buffer, and from there copy and hash it. Return the checksums of each run."""
+        (local, pack), checksums = self._current(), dict[int, list[int]]()
         for reader, run in self.runs[slot].items():
-            copies = self._adapters[reader] if frozen.get(reader) else self._copies[reader]
-            pack(local, copies, run[len(run) - sum(copy.elements for copy in copies) :])
-        if not self._checksums:
-            return {reader: [] for reader in self._blocks}
-        return {
-            reader: [*(known := frozen.get(reader, [])), *hashed(range(len(known), len(self._blocks[reader])))]
-            for reader, hashed in self._hashes[slot].items()
-        }
+            checksums[reader] = [*self._frozen[slot].get(reader, ())]
+            known = len(checksums[reader])
+            for part in self._parts[reader]:
+                if part.first < known:
+                    continue
+                packed = self._buffer[: part.elements]
+                pack(local, part.copies, packed)
+                torch.cuda.synchronize(self._gpu)  # the hash has a separate stream
+                run[part.start : part.start + part.elements].copy_(packed, non_blocking=True)
+                checksums[reader] += part.checksums()
+        torch.cuda.synchronize(self._gpu)  # readers map a slot as soon as it has its stamp
+        return checksums
+
+    def _buffered(self, gpu: torch.device, dtype: torch.dtype, most: int) -> dict[int, list[BufferedPart]]:
+        """Allocate the buffer, and cut the runs into parts of `most` elements, or of one block. None has adapters and
+        frozen weights."""
+        cuts = {reader: [*_cut(every, most)] for reader, every in self._blocks.items()}
+        ends = [(part[0].start, part[-1].start + part[-1].elements) for cut in cuts.values() for part in cut]
+        largest = max((end - start for start, end in ends), default=0)
+        self._buffer = torch.empty(largest, dtype=dtype, device=gpu)
+
+        def buffered(first: int, part: Sequence[Block]) -> BufferedPart:
+            start, end = part[0].start, part[-1].start + part[-1].elements
+            hashed: Callable[[], list[int]] = list
+            if self._checksums:
+                windows = [parts_of(self._buffer[block.start - start :], replace(block, start=0)) for block in part]
+                hashed = partial(checksums_of(windows, gpu), range(len(part)))
+            return BufferedPart(first, start, end - start, tuple(c for b in part for c in b.copies), hashed)
+
+        parts = dict[int, list[BufferedPart]]()
+        for reader, cut in cuts.items():
+            firsts = accumulate((len(part) for part in cut), initial=0)
+            parts[reader] = [buffered(first, part) for first, part in zip(firsts, cut, strict=False)]
+        return parts
 
     def _current(self) -> tuple[Mapping[str, Tensor], Pack]:
         """Return this rank's tensors, and how they are packed: those computed when they are read, one at a time."""
@@ -162,3 +202,17 @@ class Staging:
         frozen = sum(copy.elements for copy in self._copies[reader] if not copy.adapts)
         parts = (run[:frozen], run[frozen:])
         return (part for half in parts for part in half.view(torch.uint8).split(self._slice_bytes) if len(part))
+
+
+def _cut(blocks: Sequence[Block], most: int) -> Iterator[list[Block]]:
+    """Cut a run's blocks into parts of at most `most` elements, or of one block, without frozen weights beside
+    adapters."""
+    part, elements = list[Block](), 0
+    for block in blocks:
+        if part and (elements + block.elements > most or block.copies[0].adapts != part[0].copies[0].adapts):
+            yield part
+            part, elements = [], 0
+        part.append(block)
+        elements += block.elements
+    if part:
+        yield part

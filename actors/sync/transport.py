@@ -17,7 +17,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 from weakref import finalize
 
@@ -31,6 +32,7 @@ from titan_rl.wire.weight_source import FORCES_LINKS, SLOTS, HashKind, HostCopy,
 How = Literal["auto", "shm", "rdma", "broadcast"]
 
 PACKING = 0  # serial numbers count from 1
+REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 PAGE = 4096  # runs are aligned to it; the stamps fill one
 
 
@@ -187,11 +189,38 @@ def _stamps(memory: Tensor) -> Tensor:
 
 
 def pin(memory: Tensor) -> Callable[[], None]:
-    """Page-lock memory so that copies between it and a GPU are DMA. Return what undoes it, before it is unmapped."""
+    """Page-lock memory so that copies between it and a GPU are DMA. Return what undoes it, before it is unmapped.
+
+    Drivers refuse it under WSL2, and in containers and under limits that lock no memory. Copies then work at a lower
+    rate, with one warning per process."""
     cuda: Any = torch.cuda.cudart()
-    if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+    error = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error == REGISTERED:  # our own mistake: it would be unpinned twice
         raise RuntimeError(f"expected to pin {memory.nbytes} bytes for CUDA, found cudaHostRegister error {error}")
+    if error:
+        _warn_of_pageable(error)
+        _take_last_error()
+        return _nothing
     return partial(_unpin, cuda, memory.data_ptr())
+
+
+@cache
+def _warn_of_pageable(error: int) -> None:
+    warnings.warn(
+        f"expected to pin memory of weights or snapshots, found cudaHostRegister error {error} (WSL2, a container or "
+        "ulimit -l may forbid it); a GPU's copies go through pageable memory, several times slower",
+        stacklevel=3,
+    )
+
+
+def _take_last_error() -> None:
+    """Take the error that CUDA keeps for the next launch of a kernel, which did not cause it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def _unpin(cuda: Any, address: int) -> None:

@@ -105,9 +105,10 @@ def test_a_write_that_fails_leaves_no_copy_that_still_reads_the_slot(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, staging, landing = pair()
+    manifest = staging.pack(1, 0, 1)[0]
     notes = synchronizing(Writes(fails_at=2), monkeypatch)
     with pytest.raises(RuntimeError, match="out of memory"):
-        written(landing, staging.pack(1, 0, 1)[0], notes)
+        written(landing, manifest, notes)
     assert notes.notes == ["copy without waiting"] * 2 + ["synchronize"]
 
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from support.cudart import REGISTERED, Cudart, as_on_a_gpu
+from support.cudart import NOT_SUPPORTED, REGISTERED, Cudart, as_on_a_gpu
 from support.fake_engines import SETTINGS
+from titan_rl.actors.sync import transport
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Memory, Shared
@@ -84,6 +85,24 @@ def test_a_pin_that_cuda_refuses_is_reported(cudart: Cudart, monkeypatch: pytest
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *registered: REGISTERED)
     with pytest.raises(RuntimeError, match="expected to pin 12288 bytes for CUDA, found cudaHostRegister error 712"):
         Memory([64], pinned=True)
+
+
+def test_memory_that_the_driver_does_not_pin_is_used_with_one_warning(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *registered: NOT_SUPPORTED)
+    taken: list[None] = []
+    monkeypatch.setattr(transport, "_take_last_error", lambda: taken.append(None))
+    live = {"p": torch.zeros(44, 16)}
+    with pytest.warns(UserWarning, match="cudaHostRegister error 801 .*ulimit -l.* pageable memory"):
+        staging = trainer(3)
+    landing = Landing(live, [Source(0, staging.offer(remote=False)[0], COPIES, "float32", 256)])  # warns no more
+    assert len(taken) == 2
+    asyncio.run(landing.fetch_weights([staging.pack(1, 0, 1)[0]], 30))
+    asyncio.run(landing.write_weights(30))
+    assert live["p"][2:42].unique().tolist() == [3]
+    assert not cudart.held
+    asyncio.run(staging.drop())
 
 
 def test_a_reader_of_the_other_kind_of_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from support.cudart import as_on_a_gpu
 from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, hf_tensors
+from titan_rl.actors.sync import staging as staging_module
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, parts_of
 from titan_rl.actors.sync.held_shards import coordinates_of, local_tensors, shards_of
 from titan_rl.actors.sync.landing import Landing
@@ -208,12 +210,10 @@ def adapted() -> tuple[dict[str, torch.Tensor], Staging]:
 def test_frozen_weights_are_packed_once_per_slot_and_adapters_scaled(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if on_gpu:  # packs through a buffer, here of three blocks
+        as_on_a_gpu(monkeypatch)
+        monkeypatch.setattr(staging_module, "BUFFER_BYTES", 3 * 96)
     params, staging = adapted()
-    if on_gpu:  # packs a run at once, and then hashes it
-        monkeypatch.setattr(staging, "_pack_blocks", staging._pack_runs)
-        cut = {0: blocks(ADAPTED, 24)}
-        hashes = [{0: checksums_of([parts_of(run[0], b) for b in cut[0]], None)} for run in staging.runs]
-        monkeypatch.setattr(staging, "_hashes", hashes)
     first = params["w.weight"].clone()
     for serial in range(1, 5):
         params["w.lora_B.weight"].add_(1)
@@ -227,7 +227,12 @@ def test_frozen_weights_are_packed_once_per_slot_and_adapters_scaled(
         assert torch.equal(run[:192].view(24, 8), params["w.weight"] if serial == 4 else first)
         assert torch.equal(run[192:224].view(4, 8), params["w.lora_A.weight"])
         assert torch.equal(run[224:].view(24, 4), 1.5 * params["w.lora_B.weight"])
-        assert manifest.checksums == tuple(checksum(octets(run, block)) for block in blocks(ADAPTED, 24))
+        cut = blocks(ADAPTED, 24)
+        read = checksums_of([parts_of(run, block) for block in cut], torch.device("cpu") if on_gpu else None)
+        assert manifest.checksums == tuple(read(range(len(cut)))), "as readers compute them over the run"
+        run.view(torch.uint8)[40] ^= 1
+        assert [i for i, found in enumerate(read(range(len(cut)))) if found != manifest.checksums[i]] == [0]
+        run.view(torch.uint8)[40] ^= 1
 
 
 def test_no_slice_for_another_host_has_adapters_and_frozen_weights() -> None:
