@@ -31,6 +31,7 @@ from torchtitan.config import (
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
@@ -48,12 +49,13 @@ from titan_rl.actors.titan import (
 )
 from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.adaptation import Adaptation, adaptation_of
+from titan_rl.actors.titan.compute_copies import ComputeCopies
 from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.actors.titan.row_parts import RowParts, row_parts, whole_rows
 from titan_rl.actors.titan.shard_reader import read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
-from titan_rl.config.auto import resolved
+from titan_rl.config.auto import resolved, without_fsdp
 from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
 from titan_rl.wire.gpus import require_planned_device
@@ -107,8 +109,9 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
     return spec
 
 
-def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: ParallelDims) -> Any:
-    """Build the model on the meta device, and let TorchTitan parallelize it over the ranks of `dims`."""
+def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: ParallelDims, *, fsdp: bool = True) -> Any:
+    """Build the model on the meta device, and let TorchTitan parallelize it over the ranks of `dims`; on one, perhaps
+    without FSDP2."""
     recompute = {
         "none": None,
         "selective": SelectiveAC.Config(),
@@ -118,18 +121,27 @@ def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: Par
     with torch.device("meta"), titan_utils.set_default_dtype(getattr(torch, config.training.dtype)):
         model = spec.model.build()
     adaptation_of(config).freeze(model)
+    checkpointing = recompute[config.activation_checkpoint.mode]
+    if not fsdp:  # as TorchTitan's function does on one rank
+        if checkpointing is not None:
+            checkpointing.build(dump_folder=config.job.dump_folder).apply(model)
+        if titan.compile.enable:
+            apply_compile(model, compile_config=titan.compile, parallel_dims=dims)
+        return model
     return spec.parallelize_fn(
         model,
         parallel_dims=dims,
         training=titan.training,
         parallelism=titan.parallelism,
         compile_config=titan.compile,
-        ac_config=recompute[config.activation_checkpoint.mode],
+        ac_config=checkpointing,
         dump_folder=config.job.dump_folder,
     )
 
 
 class TitanModel:
+    _copies: ComputeCopies | None = None  # of one rank, without FSDP2
+
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.shape = shape
         require_planned_device(torch.cuda.is_available())
@@ -170,9 +182,14 @@ class TitanModel:
         return sum(local(p).nbytes for p in self.model.parameters())
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
-        model = sharded_model(self.spec, self.config, self.titan, self.dims)
-        self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size)
-        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
+        fsdp = not without_fsdp(self.config, self.dims.world_size)
+        model = sharded_model(self.spec, self.config, self.titan, self.dims, fsdp=fsdp)
+        if fsdp:
+            titan_cpu.adapt_fsdp(model)
+            keep_gathered(model, on=self.config.training.parameter_gather == "update")
+        else:
+            compute = getattr(torch, self.config.training.mixed_precision_param)
+            self._copies = ComputeCopies(model, compute)
         document_attention.cut_rows(model, self.row_parts)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
@@ -205,6 +222,7 @@ class TitanModel:
     @property
     def synced(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that a weight sync moves."""
+        self.reshard()
         return [(name, p) for name, p in self.model.named_parameters() if self.adaptation.syncs(name)]
 
     def zero_value_head(self) -> None:
@@ -265,6 +283,8 @@ class TitanModel:
         if self.shape.experts:  # routes count for trained tokens only
             counted = rows.trained_at if torch.is_grad_enabled() else None
             experts.set_routes(self.model, counted, rows.extras.get("routes"))
+        if self._copies is not None:
+            self._copies.place()
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
@@ -282,25 +302,41 @@ class TitanModel:
     def reshard(self) -> None:
         """Free gathered parameters. After a forward without a backward FSDP2 keeps the last layers gathered, and the
         next forward would use them even if the shards have changed."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if self._copies is not None:
+            self._copies.take_back()
+        for module in fsdp_modules(self.model):
+            module.reshard()
 
     def sync_gradients(self, on: bool) -> None:
         """Set whether the next backward adds up gradients over the mesh. Earlier backwards that did not are included:
         FSDP2 keeps their gradients on each rank, unsharded."""
-        self.model.set_requires_gradient_sync(on)
-        if self._gathers_once:
-            self.model.set_reshard_after_backward(on)
+        if self._copies is None:
+            self.model.set_requires_gradient_sync(on)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self.context():
+            loss.backward()
+        if self._copies is not None:
+            self._copies.fold()
 
     def discard_gradients(self) -> None:
         """Drop all gradients, also the unsharded ones that FSDP2 keeps until the next sync, and gathered parameters."""
+        if self._copies is not None:
+            self._copies.drop_gradients()
         self.reshard()
         self.model.zero_grad()
         private.drop_unsharded_gradients(self.model)
 
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        self.reshard()
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        if factor != 1 and gradients:
+            torch.ops.aten._foreach_mul_.Scalar(gradients, factor)
+
     def clip_gradients(self, max_norm: float) -> float:
         """Scale the gradients so that their norm over the mesh is at most `max_norm`. Return the norm before."""
+        self.reshard()
         parameters, pp_mesh = list(self.model.parameters()), self.dims.get_optional_mesh("pp")
         ep = self.dims.ep_enabled
         return float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, pp_mesh=pp_mesh, ep_enabled=ep))
@@ -363,6 +399,7 @@ class TitanModel:
 
     @property
     def by_hf_name(self) -> dict[str, torch.nn.Parameter]:
+        self.reshard()
         return {self.names[name]: parameter for name, parameter in self.model.named_parameters()}
 
     def _to_hf(self, translate: Any) -> dict[str, Any]:
@@ -516,6 +553,17 @@ def file_numbers(sizes: dict[str, int], file_bytes: int) -> dict[str, int]:
         numbers[name] = number
         filled += nbytes
     return numbers
+
+
+def fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def keep_gathered(model: torch.nn.Module, *, on: bool) -> None:
+    """Keep parameters gathered from the first forward until `reshard`, or leave it to TorchTitan."""
+    for module in fsdp_modules(model) if on else ():
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,8 +169,8 @@ class Phase:
                 self._instruments.tokens += rows.tokens.size
                 with span("forward"):
                     loss, measured = objective(self._model.placed(rows), batch)
-                with span("backward"), self._model.context():
-                    loss.backward()
+                with span("backward"):
+                    self._model.backward(loss)
                 self._statistics.append(measured)
 
     def _end(self, updates: Sequence[Reduction]) -> StepStats:
@@ -198,10 +198,7 @@ class Phase:
     def _update(self, batch: Batch, scale: float) -> Reduction:
         with self._timed():
             with span("reduce"):
-                if scale != 1:
-                    for parameter in self._model.model.parameters():
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(scale)
+                self._model.scale_gradients(scale)
                 mesh = self._model.dims.get_optional_mesh("loss")
                 parts = self._model.row_parts.count if self._model.row_parts else 1
                 reduction = Reduction.of(self._statistics, batch, mesh, scale, parts=parts)

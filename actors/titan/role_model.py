@@ -179,6 +179,7 @@ class RoleModel(TitanModel):
 
     def unsound(self) -> list[str]:
         """Return the parameters of which this rank has a value that is not finite."""
+        self.reshard()
         return [name for name, p in self.model.named_parameters() if not bool(torch.isfinite(local(p)).all())]
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan.rotary_order import had_pairs, halves_of
-from titan_rl.wire.cores import host_memory
 from titan_rl.wire.model_shape import ModelShape
 
 ON_CPU = not torch.cuda.is_available()
@@ -35,8 +34,8 @@ def use_cpu() -> None:
                     setattr(module, name, value)
 
 
-def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
-    """Reduce gradients by sums and, if parameters are gathered once, keep them from the forward to the backward.
+def adapt_fsdp(model: torch.nn.Module) -> None:
+    """Reduce gradients by sums.
 
     With docs/upstream/rl-on-cpu TorchTitan asks for sums itself. No public name tells whether it did, and to ask again
     changes nothing, so this does not look."""
@@ -44,15 +43,6 @@ def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-                if gathered_once:
-                    module.set_reshard_after_forward(False, recurse=False)
-
-
-def gathers_once(model: torch.nn.Module, ranks: int) -> bool:
-    """Return True if FSDP2 is to gather parameters once per update: where all ranks' copies take at most an
-    eighth of the host's memory. On a CPU a gathering costs more than its memory."""
-    copies = ranks * sum(p.numel() * p.element_size() for p in model.parameters())
-    return ON_CPU and copies <= host_memory() // 8
 
 
 def initialize(

@@ -60,6 +60,7 @@ def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
     model.phase._statistics.clear()
 
     model.accumulate(batch)
+    model.reshard()
     found["gradients"] = total(p.grad for p in model.model.parameters())
     model.phase.update(batch, 1.0)
     states = [state for optimizer in model.phase._optimizers for state in optimizer.state.values()]

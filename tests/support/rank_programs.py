@@ -1,8 +1,9 @@
 """What gloo_ranks.on_ranks runs on the ranks of a mesh: training steps, and exports."""
 
 import hashlib
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -12,11 +13,14 @@ import numpy as np
 
 from support.flash_on_cpu import flash_on_cpu
 from support.trainer_cases import LAYOUTS, config
+from titan_rl.batch.packing import pack
 from titan_rl.config.choices import Family
-from titan_rl.config.sections import ActivationCheckpointSection, Config, Dtype, ParallelismSection
+from titan_rl.config.sections import ActivationCheckpointSection, Config, Dtype, LoraSection, ParallelismSection
 from titan_rl.wire.types import Batch, Sample
 
 STEPS = 2
+COPIES = {"copy_", "_foreach_copy_", "_to_copy", "clone", "cat", "chunk_cat", "all_gather_copy_in"}
+COPIES |= {"split_with_sizes_copy"}
 MICROBATCHES = 4
 LENGTH = 32
 
@@ -32,10 +36,12 @@ class Case:
     compute: Dtype = "float32"
     sync: Literal["update", "microbatch"] = "update"
     parts: int = 1  # in which each update is accumulated
-    gathers_once: bool = True  # if the host has the memory
+    gather: Literal["update", "microbatch"] = "update"
+    microbatches: int = MICROBATCHES
     share: bool | None = None  # the prompts of groups; None: each document has its own
     family: Family = "llama3"
     layers: int = 2
+    lora: int = 0  # rank of adapters
 
 
 MESHES = {
@@ -66,11 +72,13 @@ def config_of(case: Case, folder: Path) -> Config:
             local_batch_size=1,
             mixed_precision_param=case.compute,
             gradient_sync=case.sync,
+            parameter_gather=case.gather,
         ),
         activation_checkpoint=ActivationCheckpointSection(mode=case.recompute),
         compile=replace(base.compile, enable=case.compiled),
         checkpoint=replace(base.checkpoint, enable=False),
         algorithm=replace(base.algorithm, name="sft"),
+        lora=LoraSection(rank=case.lora),
     )
 
 
@@ -107,7 +115,6 @@ def built(config: Config, case: Case) -> Iterator[Any]:
     import torch
 
     from titan_rl.actors.titan import model as titan_model
-    from titan_rl.actors.titan import titan_cpu
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.preflight.shapes import shape_of
 
@@ -119,8 +126,6 @@ def built(config: Config, case: Case) -> Iterator[Any]:
         return made
 
     titan_model.titan_config = traced
-    if not case.gathers_once:
-        titan_cpu.gathers_once = lambda *_: False
     with flash_on_cpu() if case.flash else nullcontext() as calls:
         model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
         model.begin_phase("rl", 0)
@@ -132,42 +137,74 @@ def built(config: Config, case: Case) -> Iterator[Any]:
         assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * config.model.n_layers
 
 
-def trained(folder: Path, case: Case) -> list[list[float]]:
+def trained(folder: Path, case: Case, last: AbstractContextManager[Any] | None = None) -> list[list[float]]:
+    """Return loss, gradient norm and router metrics of each step, of which the last is taken in `last`."""
     import torch.distributed as dist
-
-    from titan_rl.batch.packing import pack
 
     given = config_of(case, folder)
     with built(given, case) as model:
         row, found = dist.get_rank() // given.parallelism.row_ranks, []
         for step in range(STEPS):
             shards = given.parallelism.dp
-            made = samples(step, shards * MICROBATCHES) if case.share is None else groups(step)
+            made = samples(step, shards * case.microbatches) if case.share is None else groups(step)
             share = bool(case.share)
             batch = pack(made, shards=shards, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0, share=share)[row]
-            assert case.share is not None or len(batch.microbatches) == MICROBATCHES
+            assert case.share is not None or len(batch.microbatches) == case.microbatches
             assert share == any(rows.segments[:, 3].any() for rows in batch.microbatches)
-            stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
+            with last if last and step == STEPS - 1 else nullcontext():
+                stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
             routed = [value for name, value in stats.metrics.items() if name.startswith("router/")]
             found.append([stats.loss, stats.grad_norm, *routed])
     return found
 
 
-def train_and_count(folder: Path, cases: Sequence[Case]) -> list[tuple[list[list[float]], int]]:
-    """Return loss and gradient norm of each step of each case, and how often it gathered parameters."""
-    groups: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    real, answers = groups.foreach_all_gather, []
+def train_and_count(folder: Path, cases: Sequence[Case]) -> list[tuple[list[list[float]], int, int]]:
+    """Return loss and gradient norm of each step of each case; and how often the last step gathered parameters, and how
+    many operations copied parameters and gradients, in FSDP2 or in ComputeCopies. On a GPU each is a launch."""
+    dispatch: Any = import_module("torch.utils._python_dispatch")
+
+    class Counts(dispatch.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gathers = self.copies = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.__name__.split(".")[0]
+            if name in COPIES or name == "_allgather_base_":
+                files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+                own = any("_fully_shard/" in file or "compute_copies" in file for file in files)
+                self.gathers += own and name not in COPIES
+                self.copies += own and name in COPIES
+            return func(*args, **(kwargs or {}))
+
+    answers = []
     for number, case in enumerate(cases):
-        calls: list[None] = []
-
-        def counted(*arguments: Any, calls: list[None] = calls, **keywords: Any) -> Any:
-            calls.append(None)
-            return real(*arguments, **keywords)
-
-        groups.foreach_all_gather = counted
-        answers.append((trained(folder / str(number), case), len(calls)))
-    groups.foreach_all_gather = real
+        losses = trained(folder / str(number), case, counts := Counts())
+        answers.append((losses, counts.gathers, counts.copies))
     return answers
+
+
+def saved_and_stepped(_: Path, shared: str, case: Case, at: int) -> list[float]:
+    """Resume from the checkpoint of step `at` in `shared`, or begin there, take a step and save it. Return loss and
+    gradient norm of the next."""
+    import torch.distributed as dist
+
+    from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.preflight.shapes import shape_of
+
+    given = config_of(case, Path(shared))
+    given = replace(given, checkpoint=replace(given.checkpoint, enable=True))
+    model, row = RoleModel("trainer", given, shape_of(given.model), given.parallelism), dist.get_rank()
+    model.begin_phase("rl", at)
+    stats: Any = None
+    for step in (at, at + 1):
+        made = samples(step, 2 * MICROBATCHES)
+        batch = pack(made, shards=given.parallelism.dp, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0)[row]
+        stats = model.step([batch])
+        if step == at:
+            model.phase.save(at + 1, "{}", on_disk=True)
+    model.close()
+    return [stats.loss, stats.grad_norm]
 
 
 def streamed(model: Any, batch: Batch, parts: int) -> Any:

@@ -90,6 +90,20 @@ def gradient_sync(config: Config, *, fits: bool = True) -> Literal["update", "mi
     return config.training.gradient_sync
 
 
+def parameter_gather(config: Config, *, fits: bool = True) -> Literal["update", "microbatch"]:
+    """Return how often parameters are gathered. `fits`: every rank has the memory for its parameters unsharded."""
+    if config.training.parameter_gather == "auto":
+        return "update" if fits else "microbatch"
+    return config.training.parameter_gather
+
+
+def without_fsdp(config: Config, world_size: int) -> bool:
+    """Return whether a model of a resolved config is on one rank that copies its parameters itself: FSDP2 would do so
+    for every forward and backward. FSDP2 moves parameters in host memory, and adds up 16-bit gradients in float32."""
+    t = config.training
+    return world_size == 1 and t.parameter_gather == "update" and t.dtype == "float32" and not t.enable_cpu_offload
+
+
 MOST_THREADS = 8
 """A process has more threads only by hosts.threads: their gain on machines with more cores has not been measured, and
 models that train on CPUs are small."""
@@ -111,7 +125,15 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     return min(MOST_THREADS, max(1, cores // together))
 
 
-def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: int = 1, cache_mb: int = 0) -> Config:
+def resolved(
+    config: Config,
+    device: str,
+    *,
+    gradients_fit: bool = True,
+    gather_fits: bool = True,
+    rows: int = 1,
+    cache_mb: int = 0,
+) -> Config:
     """Return the config that the ranks on `device` work with. It has no "auto", and resolves to itself. Microbatches
     that are sized by tokens (preflight/memory.py) have `rows`. A KV cache without a size has `cache_mb`; 0: what
     vLLM measures."""
@@ -123,6 +145,7 @@ def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: i
         training=replace(
             config.training,
             gradient_sync=gradient_sync(config, fits=gradients_fit),
+            parameter_gather=parameter_gather(config, fits=gather_fits),
             local_batch_size=config.training.local_batch_size or rows,
         ),
     )

@@ -107,6 +107,10 @@ class TrainingSection:
     gradient_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Add up gradients over the mesh once per "update", for which ranks keep them unsharded (4 bytes per parameter /
     tensor_parallel_degree), or after each "microbatch". "auto": per update if it fits the GPU."""
+    parameter_gather: Literal["auto", "update", "microbatch"] = "auto"
+    """Gather parameters once per "update", and keep them until its end (in mixed_precision_param), or block by block in
+    every forward and backward of each "microbatch". On one rank "update" copies them once and needs no FSDP2. "auto":
+    per update if it fits the GPU, or an eighth of a CPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from titan_rl.batch.prefixes import MOST_TARGETS
-from titan_rl.config.auto import BLOCK_TOKENS, resolved
+from titan_rl.config.auto import BLOCK_TOKENS, resolved, without_fsdp
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
@@ -33,6 +34,7 @@ FEWEST = 4  # whole sequences in a cache: with fewer, an engine computes hardly 
 # 4096 tokens (512 take 1.34 times as long, 10,240 take 1.1 times), at 1024 about 1000 (3300 take 1.09 times as long).
 CPU_ELEMENTS = 3 * 2**19
 MEMORY_SHARE = 4  # all microbatches at once take at most a quarter of the host's memory
+GATHERED_SHARE = 8  # and gathered parameters of all ranks an eighth
 Cut = Mapping[str, ShardedModel]
 """How TorchTitan cuts the models, by mesh."""
 NO_LORA = LoraSection()
@@ -182,7 +184,7 @@ def trained(
         state = reduced = {}
     peak = {
         **reduced,
-        "gradients before reduction": unreduced(config, shape, sharded),
+        "gradients before reduction": unreduced(config, shape, p, sharded),
         "gathered weights": gathered(config, p, sharded),
         "activations": activations(config, shape, p),
         "head": head(config, shape, p),
@@ -262,19 +264,26 @@ def tokens(config: Config, p: ParallelismSection) -> int:
 
 
 def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
-    """Return the weights in the compute dtype that FSDP2 has gathered at once: the block at work, the next one, and the
-    last group (norm and head), which TorchTitan keeps."""
-    each = BYTES[config.training.mixed_precision_param]
+    """Return the weights in the compute dtype that FSDP2 has gathered at once: all, or the block at work, the next one,
+    and the last group (norm and head), which TorchTitan keeps. On one rank weights in this dtype need no copy."""
+    compute = config.training.mixed_precision_param
+    each, alone = BYTES[compute], without_fsdp(config, p.world_size)
+    if alone and compute == config.training.dtype and config.lora.base_dtype in ("auto", compute):
+        return MemoryPart(0, "none: they are computed with as they are")
+    if config.training.parameter_gather == "update":
+        adapters_only = alone and sharded.adapters and config.lora.base_dtype == compute
+        whole = sharded.adapters_whole if adapters_only else sharded.whole
+        return MemoryPart(whole * each, f"all {count(whole)} x {each}, kept until the update")
     formula = f"(2 blocks of {count(sharded.block)} + the head's {count(sharded.last)}) x {each}"
     return MemoryPart((2 * sharded.block + sharded.last) * each, formula)
 
 
-def unreduced(config: Config, shape: ModelShape, sharded: ShardedModel) -> MemoryPart:
+def unreduced(config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
     """Return a rank's gradients before they are reduced: of all parameters, or of one FSDP2 group, as computed and as
-    they are reduced."""
+    they are reduced. One rank without FSDP2 adds them up in parts of at most a group."""
     t = config.training
     reduced = BYTES["float32"]
-    if t.gradient_sync == "update":
+    if t.gradient_sync == "update" and not without_fsdp(config, p.world_size):
         whole = sharded.adapters_whole or sharded.whole
         return MemoryPart(whole * reduced, f"all {count(whole)} x {reduced}, kept until the update")
     group, computed = max(sharded.block, sharded.last), BYTES[t.mixed_precision_param]
@@ -499,20 +508,22 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int, 
 
 def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY) -> Config:
     """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
-    the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
-    after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
+    the largest power of two of rows that fits, then gathered parameters are kept where that fits. On one rank these
+    come first: they need less memory than gradients kept whole. On a GPU of unknown size microbatches have one row. A
+    colocated trainer starts after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
 
-    def fits(tried: Config, nbytes: float, *others: str) -> bool:
-        by_mesh = needs(tried, shape, int(nbytes), adapters=adapters)
-        return gpu_bytes > 0 and all(need.fits for name, need in by_mesh.items() if name not in others)
+    def fits(**choices: Any) -> bool:
+        by_mesh = needs(resolved(config, "cuda", **choices), shape, int((1 - SPARE) * gpu_bytes), adapters=adapters)
+        return gpu_bytes > 0 and all(need.fits for name, need in by_mesh.items() if name != "generator")
 
-    spared = (1 - SPARE) * gpu_bytes
-    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
+    once = config.parallelism.world_size == 1 and fits(gradients_fit=False)
+    whole, rows = fits(gather_fits=once), 1
     while 2 * rows * config.training.seq_len <= GPU_TOKENS * config.parallelism.context_parallel_degree:
-        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), spared, "generator"):
+        if not fits(gradients_fit=whole, gather_fits=once, rows=2 * rows):
             break
         rows *= 2
-    final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
+    once = once or fits(gradients_fit=whole, rows=rows)
+    final = resolved(config, "cuda", gradients_fit=whole, gather_fits=once, rows=rows)
     if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
         return final
     cache = needs(final, shape, gpu_bytes, adapters=adapters)["generator"].own.kept["KV cache"].nbytes
@@ -524,7 +535,11 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
     one = resolved(config, "cpu", rows=1)
     row = sum(p.world_size * activations(one, shape, p).nbytes for p in trained_meshes(config).values())
     by_cache = CPU_ELEMENTS // shape.hidden_per_token // config.training.seq_len
-    return resolved(config, "cpu", rows=max(1, min(by_cache, host_bytes // MEMORY_SHARE // row)))
+    meshes = [(config.parallelism, shape)]
+    meshes += [(role.parallelism, role_shapes(config, shape)[name]) for name, role in config.roles.items()]
+    copies = sum(p.world_size * gathered(one, p, by_formula(each, p)).nbytes for p, each in meshes)
+    rows = max(1, min(by_cache, host_bytes // MEMORY_SHARE // row))
+    return resolved(config, "cpu", rows=rows, gather_fits=copies <= host_bytes // GATHERED_SHARE)
 
 
 def in_flight(config: Config) -> int:

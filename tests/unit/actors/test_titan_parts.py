@@ -139,22 +139,6 @@ def test_torchtitans_sections_are_filled_from_ours() -> None:
     assert (titan.training.enable_cpu_offload, titan.debug.seed, titan.debug.deterministic) == (True, 3, True)
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "memory", "expected"),
-    [
-        (True, 8 * 2 * 400, True),
-        (True, 8 * 2 * 400 - 1, False),
-        (False, 2**40, False),
-    ],
-)
-def test_parameters_are_gathered_once_on_a_cpu_with_the_memory_for_it(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, memory: int, expected: bool
-) -> None:
-    monkeypatch.setattr(titan_cpu, "ON_CPU", on_cpu)
-    monkeypatch.setattr(titan_cpu, "host_memory", lambda: memory)
-    assert titan_cpu.gathers_once(torch.nn.Linear(10, 10, bias=False), 2) is expected
-
-
 @pytest.mark.skipif(not titan_cpu.ON_CPU, reason="use_cpu changes nothing where there is CUDA")
 def test_the_device_is_the_cpu_whatever_was_imported_before() -> None:
     code = (

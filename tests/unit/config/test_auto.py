@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.auto import compiles, gradient_sync, on_device, resolved, threads
+from titan_rl.config.auto import (
+    compiles,
+    gradient_sync,
+    on_device,
+    parameter_gather,
+    resolved,
+    threads,
+    without_fsdp,
+)
 from titan_rl.config.sections import CompileSection, Config, Switch, TrainingSection
 from titan_rl.config.toml import as_text, find, load, schema, shipped, to_toml
 
@@ -56,6 +64,26 @@ def test_gradients_are_synced_once_per_update_if_their_memory_allows_it() -> Non
     for chosen in ("update", "microbatch"):
         config = Config(training=TrainingSection(gradient_sync=chosen))
         assert {gradient_sync(config, fits=fits) for fits in (True, False)} == {chosen}
+
+
+def test_parameters_are_gathered_once_per_update_if_their_memory_allows_it() -> None:
+    assert parameter_gather(Config(), fits=True) == "update"
+    assert parameter_gather(Config(), fits=False) == "microbatch"
+    for chosen in ("update", "microbatch"):
+        config = Config(training=TrainingSection(parameter_gather=chosen))
+        assert {parameter_gather(config, fits=fits) for fits in (True, False)} == {chosen}
+
+
+def test_fsdp_stays_where_one_rank_needs_it() -> None:
+    def without(world_size: int = 1, **keys: Any) -> bool:
+        section = replace(TrainingSection(parameter_gather="update"), **keys)
+        return without_fsdp(Config(training=section), world_size)
+
+    assert without()
+    assert not without(2)
+    assert not without(parameter_gather="microbatch")
+    assert not without(enable_cpu_offload=True)
+    assert not without(dtype="bfloat16"), "FSDP2 adds up gradients in float32"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

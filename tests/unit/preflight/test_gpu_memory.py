@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from titan_rl.preflight.memory import (
     GIB,
     Need,
     beside_sleeping_engine,
+    by_formula,
     cache_bytes_per_token,
     engine_weights,
     measured_trainer,
@@ -185,6 +187,48 @@ def test_gradients_stay_whole_where_they_fit() -> None:
     assert on_gpus(config, LLAMA_8B, 79 * GIB).training.gradient_sync == "microbatch"
     assert on_gpus(config, LLAMA_8B, 141 * GIB).training.gradient_sync == "update"
     assert on_gpus(config, LLAMA_8B, 0).training.gradient_sync == "microbatch"  # unknown size
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "gib", "expected"),
+    [
+        (EIGHT, LLAMA_8B, 48, "microbatch"),
+        (EIGHT, LLAMA_8B, 141, "update"),
+        (EIGHT, LLAMA_8B, 0, "microbatch"),  # unknown size
+        (ONE, QWEN_600M, 79, "update"),
+    ],
+)
+def test_gathered_parameters_are_kept_where_they_fit(name: str, shape: ModelShape, gib: int, expected: str) -> None:
+    config = load(find(name))
+    found = on_gpus(config, shape, gib * GIB)
+    assert found.training.parameter_gather == expected
+    other: Any = replace(found, training=replace(found.training, parameter_gather="microbatch"))
+    kept, blocks = (needs(each, shape, gib * GIB)["trainer"] for each in (found, other))
+    if expected == "update":
+        assert kept.own.parts["gathered weights"].nbytes == 2 * by_formula(shape, config.parallelism).whole
+        assert kept.fits
+    if name == ONE:  # without FSDP2 no second set of gradients
+        assert (
+            kept.own.parts["gradients before reduction"].nbytes < blocks.own.parts["gradients before reduction"].nbytes
+        )
+        assert kept.nbytes < blocks.nbytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "copied"),
+    [
+        ([], 596),
+        ([("training.mixed_precision_param", "float32")], 0),
+        ([("lora.rank", "8")], 5),
+        ([("lora.rank", "8"), ("lora.base_dtype", "float32")], 601),
+        ([("lora.rank", "8"), ("training.mixed_precision_param", "float32")], 0),
+    ],
+)
+def test_one_rank_copies_parameters_of_another_dtype_only(flags: list[tuple[str, str]], copied: int) -> None:
+    """Millions of parameters."""
+    config = on_gpus(load(find(ONE), flags), QWEN_600M, 141 * GIB)
+    part = needs(config, QWEN_600M, 141 * GIB)["trainer"].own.parts["gathered weights"]
+    assert part.nbytes / 2e6 == pytest.approx(copied, abs=1)
 
 
 def test_every_model_of_a_run_is_checked(tmp_path: Path) -> None:

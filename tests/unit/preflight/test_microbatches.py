@@ -37,6 +37,15 @@ def test_the_memory_of_a_small_host_bounds_a_microbatch() -> None:
     assert rows_on_cpu(sharded, 256 * 2**20, hidden_dim=384) < rows_on_cpu(config, 256 * 2**20, hidden_dim=384)
 
 
+def test_gathered_parameters_stay_on_a_cpu_with_the_memory_for_them() -> None:
+    shape, config = shape_of(ModelSection(dim=128, n_layers=4, n_heads=4, n_kv_heads=2)), sized(seq_len=128)
+    two = replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=2))
+    least = 8 * 2 * 4 * shape.parameters
+    assert on_cpu(two, shape, least).training.parameter_gather == "update"
+    assert on_cpu(two, shape, least - 1).training.parameter_gather == "microbatch"
+    assert on_cpu(config, shape, 1).training.parameter_gather == "update"  # one rank needs no copy
+
+
 @pytest.mark.parametrize("gib", [16, 24, 40, 79, 141])
 @pytest.mark.parametrize(("name", "shape"), [("grpo_llama3_8b", LLAMA_8B), ("grpo_qwen3_0_6b_1gpu", QWEN_600M)])
 def test_a_microbatch_on_a_gpu_is_the_largest_that_fits_by_estimate(name: str, shape: ModelShape, gib: int) -> None:

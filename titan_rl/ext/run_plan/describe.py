@@ -198,8 +198,11 @@ def on_gpu(config: Config) -> str:
     }
     attention = "attention in float32, by torch's SDPA" if exact else "FlashAttention in bfloat16"
     blocks = "blocks compiled" if config.compile.enable else "blocks not compiled"
+    gathered = f"parameters gathered once per {config.training.parameter_gather}"
+    if config.training.parameter_gather == "microbatch":
+        gathered = "parameters gathered in each forward and backward"
     reduced = f"gradients reduced once per {config.training.gradient_sync}"
-    return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], reduced])
+    return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], gathered, reduced])
 
 
 def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape) -> MeshRow:

@@ -195,6 +195,7 @@ def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterato
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
         yield {"activation_checkpoint.mode": mode}
     yield {"training.gradient_sync": "microbatch"}
+    yield {"training.gradient_sync": "microbatch", "training.parameter_gather": "microbatch"}
     section, p = ("parallelism", config.parallelism) if name == "trainer" else (name, config.roles[name].parallelism)
     for degree in _doubles(p.data_parallel_shard_degree, most):
         yield {f"{section}.data_parallel_shard_degree": degree}

@@ -171,7 +171,10 @@ class Roofline:
         reduced = 4 * changed * (shards - 1) / shards / link
         copies = p.data_parallel_replicate_degree
         reduced += 4 * changed / shards * 2 * (copies - 1) / copies / self.link(copies, shards * tp)
+        once = t.parameter_gather == "update"  # then in a forward only
+        gathered, kept = (0.0, gathered / 2) if once else (gathered, 0.0)
         per_microbatch = gathered + reduced * (t.gradient_sync == "microbatch")
+        per_update = kept + reduced * (t.gradient_sync == "update")
         ends = (gathered / 2 + reduced) / shape.n_layers
         share = facts.rates["collective_share"]
 
@@ -184,7 +187,7 @@ class Roofline:
             "place_s": place,
             "microbatch_s": {"launches": max(0.0, host - device), "gathers": hidden(per_microbatch) + ends},
             "update_s": {
-                "gathers": hidden(reduced) * (t.gradient_sync == "update"),
+                "gathers": hidden(per_update) + kept / shape.n_layers,
                 "optimizer": OPTIMIZER_BYTES * own / rate,
             },
             "score_s": {"scores": sum(place.values()) / 3},

@@ -81,8 +81,7 @@ class ServedModels:
                 logprob, entropy = model.logprobs(placed, temperature=1.0)
                 value = loss_of(loss, logprob, entropy, placed)
             if backward:
-                with model.context():
-                    value.backward()
+                model.backward(value)
             logprobs.append(logprob.detach().cpu().numpy())
             total += float(value.detach())
         if not backward:
