@@ -73,6 +73,18 @@ def ours(tokens: int, vocabulary: int, width: int, logit: int = BF16) -> Iterato
             yield matmul(n, width, tokens)
 
 
+def trl(tokens: int, vocabulary: int, width: int, words: int = 32768) -> Iterator[Work]:
+    """TRL 1.16, ChunkedLogProbFunction: the same design in tiles of 4,096 tokens and `words` of the vocabulary."""
+    for start in range(0, vocabulary, words):
+        n = min(words, vocabulary - start)
+        yield matmul(tokens, n, width, backward=False)
+        yield pass_over(tokens * n, BF16, backward=False)  # _forward_kernel
+        yield matmul(tokens, n, width)
+        yield pass_over(tokens * n, 2 * BF16)  # _backward_kernel
+        yield matmul(tokens, width, n, FP32, adds=True)
+        yield matmul(n, width, tokens, FP32)
+
+
 def liger(tokens: int, vocabulary: int, width: int, budget: int = 1, *, by_token: bool = False) -> Iterator[Work]:
     """Liger 0.8.5, fused linear cross entropy: chunks of tokens, gradients in the forward. `by_token` (reduction
     "none"): gradients in the backward, where the logits are computed again."""
@@ -111,6 +123,7 @@ def in_one_kernel(tokens: int, vocabulary: int, width: int) -> float:
 WAYS = {
     "titan_rl": (ours, {}, "64 MiB"),
     "titan_rl, `float32` head": (ours, {"logit": FP32}, "192 MiB"),
+    "TRL": (trl, {}, "256 MiB"),
     "Liger, as it ships": (liger, {}, "31 MiB"),
     "Liger, one chunk": (liger, {"budget": 32}, "1002 MiB"),
     "Liger, one chunk, gradients per token": (liger, {"budget": 32, "by_token": True}, "2004 MiB"),

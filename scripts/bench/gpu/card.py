@@ -1,4 +1,4 @@
-"""Parts of gpu_bare.py: the card's own rates, FlashAttention over shared prompts, and the kernels of a weight sync."""
+"""The card's own rates, FlashAttention over shared prompts, and the kernels of a weight sync."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -1,20 +1,35 @@
-"""Parts of gpu_bare.py: the log-prob kernel's numbers against float64, and its speed."""
+"""The log-prob kernel's numbers against float64."""
 
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from bench.gpu import older_torch
-from bench.gpu.measured import DEVICE, ON_CPU, kernel_times, milliseconds, relative, say, say_within
+from bench.gpu.measured import DEVICE, ON_CPU, relative, say, say_within
 from titan_rl.kernels import token_logprob_triton as fused
 from titan_rl.kernels.kept_bits import DROPPED
 from titan_rl.kernels.token_logprob import token_logprob
 
+
+def interpret_products() -> None:
+    """Let tensors on a CPU take the path of a GPU's: Triton's kernels, and products whose sums stay float32."""
+    from titan_rl.kernels import token_logprob
+
+    mm, addmm = torch.mm, torch.addmm
+
+    def wide_mm(a: Any, b: Any, *, out_dtype: torch.dtype | None = None, out: Any = None) -> Any:
+        return mm(a, b, out=out) if out_dtype is None else out.copy_(mm(a.float(), b.float()))
+
+    def wide_addmm(total: Any, a: Any, b: Any, *, out_dtype: torch.dtype | None = None, out: Any = None) -> Any:
+        return addmm(total, a, b, out=out) if out_dtype is None else out.copy_(addmm(total, a.float(), b.float()))
+
+    torch.mm, torch.addmm = wide_mm, wide_addmm
+    token_logprob._triton = lambda hidden: None if hidden.dtype == torch.float64 else fused
+
+
 if ON_CPU:
-    older_torch.interpret_products()
+    interpret_products()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,98 +185,3 @@ def compare(case: Case) -> None:
     for name, found, wanted in (("hidden", hidden, true.hidden_grad_TD), ("weight", weight, true.weight_grad_VD)):
         assert found.grad is not None
         say_within(f"gradient of {name}, relative", relative(found.grad, wanted), limit, why)
-
-
-def speed() -> None:
-    for sizes in [(8, 1000, 16)] if ON_CPU else [(4096, 128256, 4096), (4096, 151936, 1024), (16384, 16032, 4096)]:
-        Speed(*sizes).compare()
-
-
-class Speed:
-    def __init__(self, tokens: int, vocabulary: int, width: int) -> None:
-        self.sizes = tokens, vocabulary, width
-        self.hidden = torch.randn(tokens, width, device=DEVICE).to(torch.bfloat16).requires_grad_()
-        weight = torch.randn(vocabulary, width, device=DEVICE) * width**-0.5
-        self.weight = weight.to(torch.bfloat16).requires_grad_()
-        self.targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
-        self.grad = torch.randn(tokens, device=DEVICE)
-
-    def both(self, logprob: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        """Return a forward with a backward."""
-
-        def run() -> None:
-            self.hidden.grad = self.weight.grad = None
-            values = logprob()
-            (values * self.grad if values.dim() else values).sum().backward()
-
-        return run
-
-    def ours(self, wide: bool = False, entropy: bool = False) -> torch.Tensor:
-        logprob, entropies = token_logprob(
-            self.hidden, self.weight, self.targets, with_entropy_grad=entropy, float32_logits=wide
-        )
-        return logprob + entropies if entropy else logprob
-
-    def plain(self) -> torch.Tensor:
-        return (self.hidden @ self.weight.T).float().log_softmax(-1).gather(1, self.targets[:, None])[:, 0]
-
-    def matmul(self) -> float:
-        """Return the milliseconds of the logits alone, by cuBLAS and in tiles."""
-        tokens, vocabulary, _ = self.sizes
-        n = min(vocabulary, fused.TILE_ELEMENTS // tokens)
-        tile = torch.empty(tokens, n, device=DEVICE, dtype=torch.bfloat16)
-        with torch.no_grad():
-            return milliseconds(lambda: torch.mm(self.hidden, self.weight[:n].T, out=tile)) * vocabulary / n
-
-    def compare(self) -> None:
-        tokens, vocabulary, width = self.sizes
-        one, run = self.matmul(), self.both(self.ours)
-        rate = 2 * tokens * vocabulary * width / one / 1e9
-        say(f"T {tokens} V {vocabulary} D {width}: one matmul by cuBLAS, ms", one, f"{rate:.0f} TFLOP/s")
-        with torch.no_grad():
-            forward = milliseconds(self.ours)
-        say("titan_rl forward, ms", forward, f"{forward / one:.2f} matmuls; the least is 1")
-        whole = milliseconds(run)
-        say("titan_rl forward and backward, ms", whole, f"{whole / one:.2f} matmuls; the least is 4")
-        for name, key in (("a float32 head", "wide"), ("the entropy's gradient", "entropy")):
-            took = milliseconds(self.both(partial(self.ours, **{key: True})))
-            say(f"with {name}, ms", took, f"{took / whole:.2f} of that without")
-        if ON_CPU:
-            return
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        run()
-        say("its peak memory, MiB", (torch.cuda.max_memory_allocated() - held) / 2**20, "with both gradients")
-        self.tiles(run)
-        for name, took, launches in kernel_times(run)[:5]:
-            say(f"kernel {name[:60]}, ms", took, f"{launches} launches")
-        for name, other in {"plain torch": self.plain, **self.liger()}.items():
-            try:
-                took = milliseconds(self.both(other), 3, 1)
-                say(f"{name}, ms", took, f"titan_rl takes {whole / took:.2f} of it")
-            except Exception as error:  # another project's kernel failed, or memory was short: no verdict on ours
-                say(f"{name}, ms", type(error).__name__, str(error).split("\n")[0][:200])
-
-    def liger(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return Liger's log-prob of each token, for GRPO, and its cross entropy, a mean; nothing without Liger."""
-        with suppress(ImportError):
-            from liger_kernel.chunked_loss.fused_linear_ppo import (  # pyright: ignore[reportMissingImports]
-                _ChunkedSelectiveLogProbFunction as Selective,
-            )
-            from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-                LigerFusedLinearCrossEntropyFunction as CrossEntropy,
-            )
-
-            inputs = self.hidden, self.weight, self.targets
-            return {
-                "Liger's log-prob of GRPO": lambda: Selective.apply(*inputs, None, 1.0, 4096),
-                "Liger's fused cross entropy": lambda: CrossEntropy.apply(*inputs)[0],
-            }
-        return {}
-
-    def tiles(self, run: Callable[[], None]) -> None:
-        before = fused.TILE_ELEMENTS
-        for power in (23, 24, 25, 26, 27):
-            fused.TILE_ELEMENTS = 2**power
-            say(f"tile of 2^{power} logits, ms", milliseconds(run, 3, 1), f"now 2^{before.bit_length() - 1}")
-        fused.TILE_ELEMENTS = before

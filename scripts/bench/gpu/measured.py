@@ -1,14 +1,13 @@
-"""What the parts of gpu_bare.py share: the device, rows of the report, norms and times.
-
-A part talks to gpu_bare.py by lines of stdout: BEGUN and a name, then ROW and JSON for each row.
-"""
+"""What checks and profiles on a GPU share: the device, rows of a report, norms and times."""
 
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from titan_rl.wire.gpus import PLANNED
 
@@ -17,16 +16,25 @@ ON_CPU = DEVICE == "cpu"
 GIB = 2**30
 
 
+_rows: dict[str, Any] = {"mode": "", "wrong": 0}
+
+
 def begin(mode: str) -> None:
-    """Tell that the rows from here on are this mode's."""
-    print(f"BEGUN {mode}", flush=True)
+    """Name the check whose rows follow."""
+    _rows["mode"] = mode
+
+
+def wrong() -> int:
+    """Return how many rows were WRONG."""
+    return _rows["wrong"]
 
 
 def say(what: str, found: float | str, against: str = "", ok: bool | None = None) -> None:
-    """Report one row: a quantity, its value, the bound with the reason for it, and whether it holds."""
-    shown = f"{found:.4g}" if isinstance(found, float) else str(found)
-    row = [what, shown, against, {True: "ok", False: "WRONG", None: ""}[ok]]
-    print(f"ROW {json.dumps(row)}", flush=True)
+    """Print one row: a quantity, its value, the bound with the reason for it, and whether it holds."""
+    verdict = {True: "ok", False: "WRONG", None: ""}[ok]
+    _rows["wrong"] += verdict == "WRONG"
+    row = {"check": _rows["mode"], "what": what, "found": found, "against": against, "verdict": verdict}
+    print(json.dumps(row), flush=True)
 
 
 def say_equal(what: str, found: object, true: object, against: str) -> None:
@@ -80,5 +88,12 @@ def kernel_times(run: Callable[[], object]) -> Sequence[tuple[str, float, int]]:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    events = device_events(found.key_averages())
     return [(event.key, event.self_device_time_total / 1e3, event.count) for event in events]
+
+
+def device_events(events: Iterable[Any]) -> list[Any]:
+    """Return the averages of what the device itself did, the longest first. The profiler's averages also have the
+    runtime's calls, such as cudaLaunchKernel, and the names that a program gave to stretches of its work."""
+    on_device = (each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation)
+    return sorted(on_device, key=lambda event: -event.self_device_time_total)

@@ -1,4 +1,4 @@
-"""Parts of gpu_bare.py: a trainer rank's log-probs and gradients against transformers, and its bits."""
+"""A trainer rank's log-probs and gradients against transformers, and its bits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the trainer parts of gpu_bare.py share: one rank's model of Qwen3's width, and samples in groups."""
+"""One trainer rank's model, by default of Qwen3's width, and samples in groups."""
 
 import gc
 import os
@@ -15,8 +15,9 @@ from titan_rl.actors.titan import private
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
 from titan_rl.config.presets import preset
-from titan_rl.preflight.memory import on_gpus
+from titan_rl.preflight.memory import on_cpu, on_gpus
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Column, Sample
 
@@ -44,20 +45,28 @@ def config_of(
 ) -> c.Config:
     """Return a config as a run on this GPU would resolve it, with fewer layers and shorter rows on a CPU."""
     layers, seq_len = (2, 128) if ON_CPU else (layers, seq_len)
-    config = c.Config(
-        job=c.JobSection(dump_folder=tempfile.mkdtemp()),
-        model=c.ModelSection(
-            name="qwen3", n_layers=layers, enable_weight_tying=True, **(TINY if ON_CPU else QWEN3_0_6B)
-        ),
-        training=c.TrainingSection(steps=20, seq_len=seq_len, local_batch_size=rows, mixed_precision_param=dtype),
-        optimizer=c.OptimizerSection(lr=1e-6),
+    return resolved(
+        c.ModelSection(name="qwen3", n_layers=layers, enable_weight_tying=True, **(TINY if ON_CPU else QWEN3_0_6B)),
+        c.TrainingSection(steps=20, seq_len=seq_len, local_batch_size=rows, mixed_precision_param=dtype),
         compile=c.CompileSection(enable=compiled),
         activation_checkpoint=c.ActivationCheckpointSection(mode=recompute),
         algorithm=preset(algorithm),
         debug=c.DebugSection(deterministic=deterministic),
-        checkpoint=c.CheckpointSection(enable=False),
     )
-    return config if ON_CPU else on_gpus(config, shape_of(config.model), gpu_bytes())
+
+
+def resolved(model: c.ModelSection, training: c.TrainingSection, **sections: Any) -> c.Config:
+    """Return a config as a run of one trainer rank on this machine would resolve it."""
+    config = c.Config(
+        job=c.JobSection(dump_folder=tempfile.mkdtemp()),
+        model=model,
+        training=training,
+        optimizer=c.OptimizerSection(lr=1e-6),
+        checkpoint=c.CheckpointSection(enable=False),
+        **sections,
+    )
+    shape = shape_of(config.model)
+    return on_cpu(config, shape, host_memory()) if ON_CPU else on_gpus(config, shape, gpu_bytes())
 
 
 def gpu_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Parts of gpu_bare.py: steps of a trainer rank at 0.6B: seconds, MFU, the host's share, graphs and memory."""
+"""Steps of a trainer rank at 0.6B: seconds, MFU, the host's share, graphs and memory."""
 
 import math
 import time

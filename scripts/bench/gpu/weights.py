@@ -1,4 +1,4 @@
-"""Part of gpu_bare.py: a weight sync between two processes on one GPU, through pinned memory that both map."""
+"""A weight sync between two processes on one GPU, through pinned memory that both map."""
 
 import asyncio
 import math
