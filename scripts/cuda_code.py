@@ -1,8 +1,8 @@
 """Zeroes the code of other GPUs in a CUDA library, in place, so that it compresses to almost nothing.
 
 A library's section .nv_fatbin has fat binaries; each has entries with machine code (ELF) or PTX for one architecture. A
-fat binary keeps the ELF entries of the wanted architecture; without one, its newest PTX up to it. No header changes, so
-that the driver chooses an entry as before.
+fat binary keeps the entries that a driver would choose, and all headers, so that it chooses as before. cuobjdump cannot
+read the result where entries are compressed: it uncompresses all of them.
 """
 
 import mmap
@@ -44,12 +44,9 @@ def prune(path: Path, arch: int) -> Pruned:
                 at += len(MAGIC)  # the same bytes by chance
                 continue
             found = list(entries(data, at + header, at + header + length))
-            own = [entry for entry in found if (entry.kind, entry.arch) == (ELF, arch)]
+            own = chosen(found, arch)
             done.binaries += 1
-            if not own:
-                done.without += 1
-                older = [entry for entry in found if entry.kind == PTX and entry.arch <= arch]
-                own = [max(older, key=lambda entry: entry.arch)] if older else []
+            done.without += not own or own[0].kind == PTX
             for entry in found:
                 size = entry.end - entry.begin
                 if entry in own:
@@ -59,6 +56,17 @@ def prune(path: Path, arch: int) -> Pruned:
                     done.zeroed += size
             at += header + length
     return done
+
+
+def chosen(found: list[Entry], arch: int) -> list[Entry]:
+    """Return the entries of a fat binary that a driver may choose. Machine code runs on its own and later minor
+    versions of one compute capability, PTX on all later ones."""
+    for kind, least in ((ELF, arch // 10 * 10), (PTX, 0)):
+        usable = [entry for entry in found if entry.kind == kind and least <= entry.arch <= arch]
+        if usable:
+            newest = max(entry.arch for entry in usable)
+            return [entry for entry in usable if entry.arch == newest]
+    return []
 
 
 def gpu_code(data: mmap.mmap) -> tuple[int, int]:

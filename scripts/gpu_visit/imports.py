@@ -15,20 +15,12 @@ from titan_rl.wire.gpus import PLANNED
 
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "transformers")
 MODULES = [
-    "torch",
-    "monarch.actor",
-    "titan_rl.actors.titan.role_model",
-    "titan_rl.actors.vllm.engine",
-    "titan_rl.run",
-    "vllm",
+    *("torch", "monarch.actor", "titan_rl.actors.titan.role_model", "titan_rl.actors.vllm.engine", "titan_rl.run"),
+    "vllm.engine.arg_utils",
 ]
 CUDA_MODULES = [
-    "triton",
-    "vllm._C",
-    "vllm._moe_C",
-    "vllm.vllm_flash_attn",
-    "vllm.v1.worker.gpu.model_runner",
-    "flashinfer",
+    *("triton", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.cumem_allocator", "flashinfer"),
+    *("vllm.vllm_flash_attn._vllm_fa3_C", "vllm.v1.worker.gpu.model_runner"),
 ]
 TRL_MODULES = ["trl.trainer.grpo_trainer", "liger_kernel.ops.fused_linear_scaled_cross_entropy"]
 

@@ -102,12 +102,17 @@ def library(tmp_path: Path) -> Path:
     return path
 
 
-def test_only_code_that_the_gpu_may_run_stays(library: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "stays", "without"),
+    [(90, "bg", 1), (80, "ae", 0), (86, "ae", 0), (75, "f", 2), (100, "dh", 1), (70, "", 2)],
+)
+def test_only_code_that_the_gpu_may_run_stays(arch: int, stays: str, without: int, library: Path) -> None:
+    """Machine code of its compute capability or an earlier minor version, else the newest PTX that it can compile."""
     before = library.read_bytes()
-    done = cuda_code.prune(library, 90)
+    done = cuda_code.prune(library, arch)
     after = library.read_bytes()
-    assert (done.binaries, done.without, done.kept, done.zeroed) == (2, 1, 256 + 64, 3 * 256 + 3 * 64)
-    assert [letter for letter in "abcdefgh" if letter.encode() * 64 in after] == ["b", "g"]
+    assert (done.binaries, done.without, done.kept + done.zeroed) == (2, without, 4 * 256 + 4 * 64)
+    assert [letter for letter in "abcdefgh" if letter.encode() * 64 in after] == list(stays)
     assert len(after) == len(before)
     headers = [data[: data.index(cuda_code.MAGIC)] for data in (before, after)]
     assert headers[0] == headers[1]
