@@ -26,7 +26,7 @@ import tarfile
 import tempfile
 import zipfile
 from base64 import urlsafe_b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cuda_code
@@ -143,7 +143,7 @@ def collect(wheels: Path, extra: str, more: Sequence[str]) -> None:
         for extra_file in ROOT.glob("*.py"):  # a build backend in the tree
             shutil.copy(extra_file, folder)
         needs = [f"{folder}[{extra}]", *([torch] if torch else ()), "pip", *more]
-        done = pip("wheel", "--wheel-dir", str(wheels), "--find-links", str(wheels), *needs, **index)
+        done = pip("wheel", "--wheel-dir", str(wheels), "--find-links", str(wheels), *needs, changed=index)
     if done.returncode:
         sys.exit(f"bundle: pip wheel failed with exit code {done.returncode}")
 
@@ -161,10 +161,15 @@ def collect_models(folder: Path, names: Sequence[str]) -> None:
         sys.exit("bundle: pip download of the models failed")
 
 
-def pip(*arguments: str, quiet: bool = False, **changed: str) -> subprocess.CompletedProcess[str]:
+def pip(
+    *arguments: str, quiet: bool = False, changed: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     errors = subprocess.PIPE if quiet else None
     return subprocess.run(
-        [*PIP, *arguments, *(["--quiet"] if quiet else [])], env=os.environ | changed, stderr=errors, text=True
+        [*PIP, *arguments, *(["--quiet"] if quiet else [])],
+        env={**os.environ, **(changed or {})},
+        stderr=errors,
+        text=True,
     )
 
 

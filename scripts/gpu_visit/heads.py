@@ -31,7 +31,8 @@ TILES = (24, 25, 26, 27, 28)  # powers of 2, in logits
 def titans(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_logprob(hidden_TD, weight_VD, targets_T, 1.0)[:2]
+    logprob_T, entropy_T = token_logprob(hidden_TD, weight_VD, targets_T, 1.0)[:2]
+    return logprob_T, entropy_T
 
 
 def trls(
@@ -83,10 +84,10 @@ def both(head: Head, x: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Call
 def gaps(head: Head, x: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """Return how far values and gradients of some tokens are from the reference in float32 (on a CPU, float64)."""
     kind = torch.float64 if ON_CPU else torch.float32
-    own = [x[0][:COMPARED].detach().requires_grad_(), x[1].detach().requires_grad_()]
-    true = [each.detach().to(kind).requires_grad_() for each in own]
+    own = x[0][:COMPARED].detach().requires_grad_(), x[1].detach().requires_grad_()
+    true = own[0].detach().to(kind).requires_grad_(), own[1].detach().to(kind).requires_grad_()
     targets = x[2][:COMPARED]
-    found, wanted = head(*own, targets), reference_token_logprob(*true, targets)
+    found, wanted = head(own[0], own[1], targets), reference_token_logprob(true[0], true[1], targets)
     found_grads = torch.autograd.grad(found[0].sum(), own)
     wanted_grads = torch.autograd.grad(wanted[0].sum(), true)
     return {

@@ -52,7 +52,7 @@ def write_rows(file: Path) -> None:
             out.write(json.dumps({"question": f"Calculate {a} + {b}.", "answer": str(a + b)}) + "\n")
 
 
-def write_tokenizer(folder: Path) -> dict[str, int]:
+def write_tokenizer(folder: Path) -> dict[str, Any]:
     """Write a tokenizer; return the ids that config.json names."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
@@ -76,7 +76,7 @@ def write_model(shape: str, folder: Path) -> None:
     llama = shape == "smollm2"
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM(LlamaConfig(**keys)) if llama else Qwen3ForCausalLM(Qwen3Config(**keys))
-        model = model.to(torch.bfloat16)
+    torch.nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 

@@ -168,8 +168,8 @@ def main() -> None:
     a = parser.parse_args()
     set_environment()
     began = time.perf_counter()
-    engine = bare_engine(a) if a.bare else titan_engine(a)
-    vllm = engine if a.bare else engine._llm
+    engine: Any = bare_engine(a) if a.bare else titan_engine(a)
+    vllm: Any = engine if a.bare else engine._llm
     facts = {
         "engine": "vLLM" if a.bare else "titan_rl",
         "start_s": time.perf_counter() - began,

@@ -173,7 +173,7 @@ class Plan:
     def trained(self, name: str, what: str, keys: Mapping[str, object], seconds: int) -> Part:
         """Return three steps of the real SmolLM2, whose log-prob gap tells something."""
         model = {} if self.on_cpu else {"model.hf_assets_path": "fetch:smollm2"}
-        keys = self.keys(TINY if self.on_cpu else SMOLLM2, 3) | EAGER | model | keys
+        keys = self.keys(TINY if self.on_cpu else SMOLLM2, 3) | EAGER | model | dict(keys)
         return self.run(name, what, HERE / "race.toml", keys, seconds)
 
 
@@ -316,7 +316,7 @@ def visit(plan: Plan, parts: Sequence[Part], deadline: float) -> int:
             part.ended = "not run: no time was left"
             continue
         print(f"gpu_visit: {part.name}: {part.what} (at most {min(part.seconds, left):.0f} s)", flush=True)
-        execute(part, plan.out / part.name, env | part.env, min(part.seconds, left))
+        execute(part, plan.out / part.name, {**env, **part.env}, min(part.seconds, left))
         print(f"gpu_visit: {part.name}: {part.ended} after {part.took:.0f} s", flush=True)
         (plan.out / "report.md").write_text(report(parts, plan))  # so far: this process may be ended, too
     (plan.out / "report.md").write_text(report(parts, plan))

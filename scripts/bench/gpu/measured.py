@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from titan_rl.wire.gpus import PLANNED
 
@@ -95,5 +94,5 @@ def kernel_times(run: Callable[[], object]) -> Sequence[tuple[str, float, int]]:
 def device_events(events: Iterable[Any]) -> list[Any]:
     """Return the averages of what the device itself did, the longest first. The profiler's averages also have the
     runtime's calls, such as cudaLaunchKernel, and the names that a program gave to stretches of its work."""
-    on_device = (each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation)
+    on_device = (each for each in events if each.device_type.name == "CUDA" and not each.is_user_annotation)
     return sorted(on_device, key=lambda event: -event.self_device_time_total)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gpu_visit import model_folder, visit
 from gpu_visit.visit import Part, Plan, execute, longer, report, ten_minutes
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from bench.gpu.measured import device_events
