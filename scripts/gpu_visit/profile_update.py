@@ -3,8 +3,8 @@
 
     python scripts/gpu_visit/profile_update.py smollm2 qwen3-0.6b --out FOLDER     # with scripts/ on PYTHONPATH
 
-Prints a JSON line for each shape. On a GPU, FOLDER gets a trace of one step, for ui.perfetto.dev. Spans are the host's:
-a GPU may still run their kernels.
+Prints a JSON line for each shape and each training.parameter_gather. On a GPU, FOLDER gets traces of one step, for
+ui.perfetto.dev. Spans are the host's: a GPU may still run their kernels.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,13 +42,13 @@ STEPS, WARM = 6, 3
 LONGEST = 16  # rows of each table
 
 
-def profile(name: str, out: Path) -> dict[str, Any]:
+def profile(name: str, gather: Literal["microbatch", "update"], out: Path) -> dict[str, Any]:
     keys, sizes, seq_len = SHAPES[name]
-    training = c.TrainingSection(steps=50, seq_len=seq_len)
+    training = c.TrainingSection(steps=50, seq_len=seq_len, parameter_gather=gather)
     config = resolved(c.ModelSection(enable_weight_tying=True, **keys), training)
     began = time.perf_counter()
     model, shape = model_of(config)
-    line: dict[str, Any] = {"shape": name, "build_s": time.perf_counter() - began}
+    line: dict[str, Any] = {"shape": name, "parameter_gather": gather, "build_s": time.perf_counter() - began}
     rows = UpTo(config.training.local_batch_size)
     updates = [
         pack(
@@ -81,7 +81,7 @@ def profile(name: str, out: Path) -> dict[str, Any]:
         "span_ms": {each: sum(found) / (STEPS - WARM) for each, found in spans.items()},
         "graphs": graphs_compiled(),
     }
-    line |= host(model, batch) if ON_CPU else device(model, batch, out / f"update-{name}.json.gz")
+    line |= host(model, batch) if ON_CPU else device(model, batch, out / f"update-{name}-{gather}.json.gz")
     model.close()
     return line
 
@@ -122,7 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the traces")
     a = parser.parse_args()
     for name in a.shapes:
-        print(json.dumps(profile(name, a.out)), flush=True)
+        for gather in ("update", "microbatch"):
+            print(json.dumps(profile(name, gather, a.out)), flush=True)
     sys.stdout.flush()
     os._exit(0)  # a process group that is not destroyed may keep an interpreter from its end
 

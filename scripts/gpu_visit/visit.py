@@ -195,7 +195,7 @@ def ten_minutes(plan: Plan) -> list[Part]:
     return [
         part("imports", "all that the visit runs", program("imports.py"), seconds=60),
         part("models", "folders of random weights", *folders, rows, seconds=40),
-        part("update", "a trainer's update by span and kernel", update, seconds=80, env=EXPANDABLE),
+        part("update", "a trainer's update by span and kernel", update, seconds=120, env=EXPANDABLE),
         part("sampling", "an engine's decode steps", sampling, seconds=75),
         part("sampling_bare", "vLLM's own, with its defaults", [*sampling, "--bare"], seconds=60),
         plan.titans("race_large", QWEN3, steps, 100),
