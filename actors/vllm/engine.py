@@ -10,6 +10,9 @@ Every sample of a request is a vLLM request with its own seed. Its tokens depend
 weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are given equal requests
 and stepped together.
 
+With asynchronous scheduling a step launches a batch, and returns what the batch before it sampled. `suspend` and
+`sleep` take the tokens of batches in flight first, so no batch meets two versions.
+
 This is the only file that steps vLLM, by the public methods of its LLMEngine. docs/upgrades.md lists the private names
 of vLLM that this package still needs.
 
@@ -58,6 +61,7 @@ class EngineSettings(GeneratorSection):
 
     dtype: DtypeChoice = "float32"
     enforce_eager: Switch = True
+    async_scheduling: Switch = False
     kv_cache_memory_mb: int = 256  # 0: vLLM measures what gpu_memory_utilization leaves
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
@@ -158,6 +162,8 @@ def gpu_memory() -> tuple[int, int]:
 
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
+        if settings.async_scheduling and settings.records:
+            raise ValueError(f"expected no records with asynchronous scheduling, found {', '.join(settings.records)}")
         if not ENV.items() <= os.environ.items():
             raise RuntimeError("expected launch_env.ENV in this process's launch environment, found it missing")
         with without_gc():
@@ -195,6 +201,8 @@ class Engine:
         self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
+        self._most_batches: int = config.max_concurrent_batches  # in flight between two steps, and one more
+        self._in_flight = False  # True: vLLM may have launched a batch whose tokens no step has returned
         self._stats = EngineStats()
         slots = settings.adapters.slots
         self._salts = [0] * slots  # requests share keys and values in the prefix cache under equal salts only
@@ -278,26 +286,51 @@ class Engine:
                 recorder.dropped(id)
 
     def step(self) -> list[Done]:
-        """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
-        that were refused."""
+        """Sample one token for every sample in the batch, which the next step records if scheduling is asynchronous.
+        Return the requests whose last sample finished, and those that were refused."""
         if not self.serves:
             raise RuntimeError(
                 "expected a version of every policy with requests, found none: sync weights before sampling"
             )
         began = time.perf_counter()
-        outputs = self._llm.step() if self._in_vllm and not self.asleep else []
-        for output in outputs:
-            self._extend(output)
+        if self._in_vllm and not self.asleep:
+            self._in_flight = self._most_batches > 1
+            self._take_outputs()
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
-        self._stats.max_batch = max(self._stats.max_batch, len(outputs))
+        return self.ended()
+
+    def ended(self) -> list[Done]:
+        """Return the requests that have ended and that no step has returned."""
         done, self._ended = self._ended, []
         return done
+
+    def _take_outputs(self) -> None:
+        outputs = self._llm.step()
+        for output in outputs:
+            self._extend(output)
+        self._stats.max_batch = max(self._stats.max_batch, len(outputs))
+
+    def _drain(self) -> None:
+        """Take the tokens of batches in flight, which the current weights sampled. While vLLM is paused it launches
+        nothing, and each step takes a batch."""
+        if not self._in_flight:
+            return
+        began = time.perf_counter()
+        self._llm.sleep(level=0, mode="keep")
+        for _ in range(self._most_batches):
+            self._take_outputs()
+        self._llm.wake_up(["scheduling"])
+        self._in_flight = False
+        self._stats.seconds += time.perf_counter() - began
 
     def withdraw(self, ids: Iterable[str]) -> list[Done]:
         """End these requests now and return them: unfinished samples have finish "abort". Ids of requests that have
         ended are ignored."""
-        opened = [open for id in ids if (open := self._open.pop(id, None)) is not None]
+        wanted = [id for id in ids if id in self._open]
+        if wanted:
+            self._drain()
+        opened = [open for id in wanted if (open := self._open.pop(id, None)) is not None]
         for open in opened:
             for i, id in open.unfinished.items():
                 for recorder in self._recorders:
@@ -323,6 +356,7 @@ class Engine:
     def sleep(self) -> None:
         """Stop sampling until the next `set_version`. On a GPU, free the KV cache and the weights: a sync writes all of
         them first. Unfinished samples continue; vLLM's default would abort them without an answer."""
+        self._drain()
         self.asleep = True
         if self.offloads and self._buffers is None:
             self._buffers = self._buffer_sums()
@@ -343,6 +377,7 @@ class Engine:
 
     def suspend(self, slot: int = 0) -> None:
         """Refuse to sample with a slot until set_version, because its parameters are about to change."""
+        self._drain()
         self.versions[slot] = None
 
     def set_version(self, version: int, *, keep: bool = False, slot: int = 0) -> None:
@@ -351,6 +386,7 @@ class Engine:
         By default the keys and values of unfinished samples are dropped too, and recomputed by the next step. With
         `keep` samples continue with them, at no cost; only samples without a token start again. With
         several slots, samples of the others are not touched, and this slot's are resumed as after another engine."""
+        self._drain()  # as `suspend` has done, unless the weights stay
         self._adapters.check(self._llm)
         opened = [open for open in self._open.values() if open.request.slot == slot]
         if not keep:

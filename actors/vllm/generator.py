@@ -193,6 +193,7 @@ class Generator(Actor):
                     self._answer(self._engine.withdraw(decision.withdrawn))
                 if decision.sleep:
                     self._engine.sleep()
+                    self._answer(self._engine.ended())
                     for landing in self._landings.values() if self._engine.offloads else ():
                         landing.forget()
                     if self._slept is not None and not self._slept.done():
@@ -251,6 +252,7 @@ class Generator(Actor):
         began = time.perf_counter()
         self._engine.wake()
         self._engine.suspend(slot)
+        self._answer(self._engine.ended())
         landing = span.now()
         try:
             written: ReaderCost = await self._landings[slot].write_weights(timeout, version)

@@ -40,7 +40,6 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
-        "async_scheduling": False,  # a step returns its own tokens, so their version is known
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
         "hf_overrides": {"head_dtype": values["head_dtype"], **whole},

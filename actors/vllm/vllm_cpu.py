@@ -1,5 +1,6 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
+from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def patch() -> None:
     keep_linear_weights()
     keep_expert_weights()
     reduce_over_gloo()
+    keep_async_scheduling()
 
 
 def keep_linear_weights() -> None:
@@ -122,3 +124,22 @@ def reduce_over_gloo() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def keep_async_scheduling() -> None:
+    """Schedule as an engine's arguments ask. vLLM turns asynchronous scheduling off on a CPU, where it gains nothing.
+    Tests turn it on, to run what GPUs run."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    platform: Any = CpuPlatform
+    update = platform.check_and_update_config
+    if hasattr(update, "__wrapped__"):  # an earlier engine of this process has done it
+        return
+
+    @wraps(update)
+    def update_the_rest(cls: Any, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    platform.check_and_update_config = classmethod(update_the_rest)

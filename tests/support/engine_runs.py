@@ -1,6 +1,7 @@
 """Run requests on an engine of this process, and compare them with Hugging Face's forward."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 CONTEXT = [1, 5, 6, 7, 8, 9]
 LONG = 670  # 21 blocks of 32 tokens: three contexts fill a cache of 63
 
+SCHEDULING = "SCHEDULING"
+"""Environment variable of run_checks: the scheduling of its engines."""
+SCHEDULINGS = ("synchronous", "asynchronous")
+
 CHECKS = """
 import json, os, pytest
 os.environ.update(json.loads(sys.argv[2]))
@@ -27,6 +32,10 @@ if code:
 def run_checks(file: str, **environment: str) -> None:
     """Run the check_* functions of a file in a process that may hold an engine."""
     output_of("generator", CHECKS, file, json.dumps(environment))
+
+
+def asynchronous() -> bool:
+    return os.environ[SCHEDULING] == "asynchronous"
 
 
 def withdraw_all(engine: Engine) -> list[str]:

@@ -58,6 +58,7 @@ def started(
     longest: int,
     policy: GeneratorPolicy = POLICY,
     lora: c.LoraSection = NO_LORA,
+    asynchronous: bool = False,
 ) -> Iterator[Running]:
     model.save_pretrained(folder)
     settings = EngineSettings(
@@ -67,6 +68,7 @@ def started(
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
+        async_scheduling=asynchronous,
         adapters=engine_adapters(lora.in_vllm, shape_of_folder(str(folder), "model"), 1),
     )
 

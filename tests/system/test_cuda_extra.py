@@ -125,7 +125,7 @@ def test_vllm_takes_the_presets(python: Path, driver: dict[str, str], tmp_path: 
             "moe": "triton",
             "memory": 0.9,
             "sleep": ["1gpu" in name, "cumem"],
-            "async": False,
+            "async": True,
             "logprobs": "processed_logprobs",
             "contiguous": True,
             "dtypes": ["torch.bfloat16"],
@@ -142,11 +142,17 @@ def test_the_plan_equals_what_vllm_loads_for_a_gpu(
         assert all("9 models equal" in output for output in ranks.map(compare, range(tp)))
 
 
-def test_an_engine_samples_sleeps_and_takes_weights(python: Path, driver: dict[str, str], tmp_path: Path) -> None:
-    output = on_cpu(python, driver, "cuda_engine.main", tmp_path)
+@pytest.mark.parametrize(
+    ("scheduling", "scheduler"),
+    [("synchronous", "scheduler.Scheduler"), ("asynchronous", "async_scheduler.AsyncScheduler")],
+)
+def test_an_engine_samples_sleeps_and_takes_weights(
+    scheduling: str, scheduler: str, python: Path, driver: dict[str, str], tmp_path: Path
+) -> None:
+    output = on_cpu(python, driver, "cuda_engine.main", tmp_path, scheduling)
     assert json.loads(output.splitlines()[-1]) == {
         "classes": [
-            "vllm.v1.core.sched.scheduler.Scheduler",
+            f"vllm.v1.core.sched.{scheduler}",
             "vllm.v1.executor.uniproc_executor.UniProcExecutor",
             "vllm.v1.worker.gpu_worker.Worker",
             "vllm.v1.worker.gpu.model_runner.GPUModelRunner",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engine_runs import overwrite, reference, run_checks
+from support.engine_runs import SCHEDULING, SCHEDULINGS, asynchronous, overwrite, reference, run_checks
 from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Done, Engine, EngineSettings
 from titan_rl.ext.kept_sets.kept_sets import KeptSets
@@ -29,9 +29,11 @@ TOLERANCE = 5e-6
 RECORDS_KEPT = "RECORDS_KEPT"
 
 
-@pytest.mark.parametrize("records_kept", ["", "1"])
-def test_every_token_is_sampled_by_the_current_weights(records_kept: str) -> None:
-    run_checks(__file__, **{RECORDS_KEPT: records_kept})
+@pytest.mark.parametrize(
+    ("records_kept", "scheduling"), [("", SCHEDULINGS[0]), ("1", SCHEDULINGS[0]), ("", SCHEDULINGS[1])]
+)
+def test_every_token_is_sampled_by_the_current_weights(records_kept: str, scheduling: str) -> None:
+    run_checks(__file__, **{RECORDS_KEPT: records_kept, SCHEDULING: scheduling})
 
 
 def check_every_token_is_sampled_by_the_current_weights(engine: Engine, models: list[Any]) -> None:
@@ -60,6 +62,7 @@ def engine(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Engin
     models[0].save_pretrained(folder)
     room: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 24, "kv_cache_memory_mb": 1}
     records = ("kept",) if os.environ[RECORDS_KEPT] else ()
+    room["async_scheduling"] = asynchronous()
     return Engine(EngineSettings(model_dir=str(folder), load_format="auto", records=records, **room))
 
 

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from support.engine_runs import finish, gap, run, run_checks, withdraw_all
+from support.engine_runs import (
+    SCHEDULING,
+    SCHEDULINGS,
+    asynchronous,
+    finish,
+    gap,
+    run,
+    run_checks,
+    withdraw_all,
+)
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
@@ -32,8 +41,9 @@ CONTEXT = list(range(40))  # one full block of 32 tokens, and a part of one
 BLOCK = 1 << 10
 
 
-def test_two_slots_in_a_process_of_its_own() -> None:
-    run_checks(__file__)
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+def test_two_slots_in_a_process_of_its_own(scheduling: str) -> None:
+    run_checks(__file__, **{SCHEDULING: scheduling})
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def engine(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_mb": 32}
+    room["async_scheduling"] = asynchronous()
     settings = EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape, slots=SLOTS), **room)
     return Engine(settings)
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from support.engine_runs import finish, gap, overwrite, run, run_checks, withdraw_all
+from support.engine_runs import (
+    SCHEDULING,
+    SCHEDULINGS,
+    asynchronous,
+    finish,
+    gap,
+    overwrite,
+    run,
+    run_checks,
+    withdraw_all,
+)
 from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Completion, Request, Sampling
@@ -19,8 +29,9 @@ CONTEXT = list(range(40))  # one full block of 32 tokens, and a part of one
 GROUP = Request("group", CONTEXT, list(range(8)), Sampling(24))
 
 
-def test_updates_in_a_process_of_its_own() -> None:
-    run_checks(__file__)
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+def test_updates_in_a_process_of_its_own(scheduling: str) -> None:
+    run_checks(__file__, **{SCHEDULING: scheduling})
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +49,7 @@ def loaded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32}
+    room["async_scheduling"] = asynchronous()
     return Engine(EngineSettings(model_dir=str(folder), load_format="auto", **room))
 
 

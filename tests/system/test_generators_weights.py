@@ -14,7 +14,7 @@ from tests.support.signals import stop
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.types import Completion, Request, Sampling
 
-LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}
+LAYOUTS = {"replicas2": (2, 1, False), "tp2": (1, 2, False), "tp2_asynchronous": (1, 2, True)}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,9 @@ def model() -> Any:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A mesh that serves version 0: the weights in the model's folder, because there is no trainer to read from."""
-    replicas, tp = LAYOUTS[request.param]
-    with started(model, tmp_path_factory.mktemp("model"), replicas=replicas, tp=tp, longest=256) as running:
+    replicas, tp, asynchronous = LAYOUTS[request.param]
+    room: Any = {"replicas": replicas, "tp": tp, "longest": 256, "asynchronous": asynchronous}
+    with started(model, tmp_path_factory.mktemp("model"), **room) as running:
         yield running
 
 

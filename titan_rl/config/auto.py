@@ -46,6 +46,7 @@ def on_device(config: Config, device: str) -> Config:
             g,
             dtype=chosen(g.dtype, "bfloat16" if g.quantization == "fp8" else compute),
             enforce_eager=chosen(g.enforce_eager, not cuda),
+            async_scheduling=chosen(g.async_scheduling, cuda and not config.recorded_columns),
             max_num_batched_tokens=g.max_num_batched_tokens or batched,
             kv_cache_memory_mb=g.kv_cache_memory_mb or (0 if cuda else CPU_CACHE_MB),
         ),

@@ -116,6 +116,12 @@ class Config:
         return self.eval.size > 0 or bool(self.eval.sets)
 
     @property
+    def recorded_columns(self) -> tuple[str, ...]:
+        """Return the names of the side columns (wire/side_columns.py) that the engines record."""
+        wanted = {"kept": self.rollout.truncates, "routes": self.algorithm.routing_replay}
+        return tuple(name for name, on in wanted.items() if on)
+
+    @property
     def rollout_code(self) -> str:
         """Return what drives rollouts in environment processes. Empty: the policy answers the prompt once."""
         return self.environment.name or self.task.agent

@@ -138,6 +138,10 @@ class GeneratorSection:
     kv_cache_memory_mb, it need not be free when the engine starts."""
     enforce_eager: Switch = "auto"
     """Run vLLM without CUDA graphs. "auto": false on a GPU, true on a CPU."""
+    async_scheduling: Switch = "auto"
+    """Let vLLM prepare a decode step while the device computes the one before. A new version waits for steps in flight,
+    so each token has the version that sampled it. "auto": true on a GPU, unless engines record kept sets or experts
+    (rollout.top_p, top_k, min_p, algorithm.routing_replay); false on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

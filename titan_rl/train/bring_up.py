@@ -273,7 +273,7 @@ async def _generators(
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
-        records=() if loaded else _recorded(config),
+        records=() if loaded else config.recorded_columns,
         adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies))),
     )
     tp = g.tensor_parallel_degree
@@ -296,14 +296,10 @@ async def _generators(
             if asleep:
                 terminal.note(beside_sleeping_engine(config, setup.shape, *min(asleep.values())))
     if setup.device == "cuda":
-        terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
+        recorded = f", because engines record {' and '.join(settings.records)}" if settings.records else ""
+        scheduling = "asynchronous" if g.async_scheduling else f"synchronous{recorded}"
+        terminal.note(f"generator: vLLM's {ranks[0].runner} model runner; scheduling: {scheduling}")
     return mesh
-
-
-def _recorded(config: Config) -> tuple[str, ...]:
-    """Return the names of the side columns that the engines record."""
-    wanted = {"kept": config.rollout.truncates, "routes": config.algorithm.routing_replay}
-    return tuple(name for name, on in wanted.items() if on)
 
 
 def _share_gpus(setup: Setup) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titan_rl.actors.vllm import generator as module
-from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.wire.reports import EngineStats, ReaderCost
 
 
@@ -30,6 +30,7 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
         verbs = {name: noting(name) for name in ("sleep", "wake", "suspend", "set_version")}
         rank._engine = SimpleNamespace(**verbs, offloads=offloads, busy=False, serves=False, asleep=False)
         rank._engine.stats = EngineStats
+        rank._engine.ended = lambda: [Done(asked[-1], [])]
         rank._landings[0] = SimpleNamespace(forget=noting("forget"), write_weights=write_weights)
         rank._in_flight = in_flight
         loop = asyncio.create_task(rank._run())
@@ -41,6 +42,7 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
             while not loop.done() and rank._next != module.Decision():
                 await asyncio.sleep(0.001)
         await loop
+        assert [done.id for done in await module.drain(rank._done)] == ["sleep", "suspend 0"], "answered at once"
 
     asyncio.run(asyncio.wait_for(body(), 30))
     return asked

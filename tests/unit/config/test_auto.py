@@ -31,7 +31,7 @@ def of_device(config: Config, device: str) -> dict[str, object]:
         "training": ["mixed_precision_param"],
         "activation_checkpoint": ["mode"],
         "checkpoint": ["async_mode"],
-        "generator": ["dtype", "max_num_batched_tokens", "kv_cache_memory_mb", "enforce_eager"],
+        "generator": ["dtype", "max_num_batched_tokens", "kv_cache_memory_mb", "enforce_eager", "async_scheduling"],
         "weight_sync": ["in_flight"],
     }
     return {f"{section}.{key}": at(found, section, key) for section, keys in sections.items() for key in keys}
@@ -112,6 +112,7 @@ def test_a_device_decides_what_an_expert_would_write() -> None:
         "generator.max_num_batched_tokens": 0,
         "generator.kv_cache_memory_mb": 256,
         "generator.enforce_eager": True,
+        "generator.async_scheduling": False,
         "weight_sync.in_flight": "swap",
     }
     assert of_device(config, "cuda") == {
@@ -123,6 +124,7 @@ def test_a_device_decides_what_an_expert_would_write() -> None:
         "generator.max_num_batched_tokens": 8192,
         "generator.kv_cache_memory_mb": 0,
         "generator.enforce_eager": False,
+        "generator.async_scheduling": True,
         "weight_sync.in_flight": "keep",
     }
     assert on_device(config, "cuda").training.dtype == "float32"
@@ -136,6 +138,9 @@ def test_a_device_decides_what_an_expert_would_write() -> None:
         ({"training.seq_len": 1024}, "activation_checkpoint.mode", "none"),
         ({"training.seq_len": 2**14}, "generator.max_num_batched_tokens", 2**14),
         ({"training.seq_len": 2**14, "generator.max_model_len": 512}, "generator.max_num_batched_tokens", 8192),
+        ({"rollout.top_p": 0.9}, "generator.async_scheduling", False),
+        ({"rollout.min_p": 0.1}, "generator.async_scheduling", False),
+        ({"algorithm.routing_replay": True}, "generator.async_scheduling", False),
         ({"rollout.max_staleness_steps": 0}, "weight_sync.in_flight", "swap"),
         ({"placement.kind": "colocated"}, "weight_sync.in_flight", "swap"),
         ({"algorithm.proximal": "trainer", "algorithm.correction": "none"}, "weight_sync.in_flight", "swap"),
@@ -158,6 +163,7 @@ def test_what_a_file_sets_wins() -> None:
         "generator.max_num_batched_tokens": 4096,
         "generator.kv_cache_memory_mb": 64,
         "generator.enforce_eager": True,
+        "generator.async_scheduling": True,
         "weight_sync.in_flight": "drain",
     }
     config = load(find("grpo_llama"), [(name, as_text(value)) for name, value in given.items()])

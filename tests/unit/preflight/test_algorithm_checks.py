@@ -420,3 +420,17 @@ def test_every_problem_of_a_self_distillation_at_once(tmp_path: Path) -> None:
 def test_one_problem_of_a_self_distillation(tmp_path: Path, toml: str, message: str) -> None:
     (problem,) = problems(config(tmp_path, f"[algorithm]\n{toml}"))
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("toml", "key"),
+    [
+        ("[rollout]\ntop_k = 8", "rollout.top_p, top_k or min_p"),
+        ("[algorithm]\nrouting_replay = true", "algorithm.routing_replay"),
+    ],
+)
+def test_steps_are_not_launched_ahead_where_engines_record(toml: str, key: str, tmp_path: Path) -> None:
+    expected = f"generator.async_scheduling: expected false with {key}, because steps launched ahead mix up records"
+    found = problems(config(tmp_path, f"[generator]\nasync_scheduling = true\n{toml}"))
+    assert any(each.startswith(expected) for each in found)
+    assert not any("async_scheduling" in each for each in problems(config(tmp_path, toml)))

@@ -217,6 +217,10 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
     most = math.log(shape.vocab_size)
     if config.algorithm.kind == "rl" and config.algorithm.entropy_target >= most:
         yield wrong("algorithm.entropy_target", f"a value below {most:.2f} = ln {shape.vocab_size}, the vocabulary")
+    if g.async_scheduling is True and config.recorded_columns:
+        keys = {"kept": "rollout.top_p, top_k or min_p", "routes": "algorithm.routing_replay"}
+        recorded = " and ".join(keys[name] for name in config.recorded_columns)
+        yield wrong("generator.async_scheduling", f"false with {recorded}, because steps launched ahead mix up records")
     batch = g.max_num_batched_tokens or max(BATCHED_TOKENS, g.max_model_len or config.training.seq_len)
     if g.max_num_seqs > batch:
         yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")
