@@ -70,6 +70,25 @@ def test_a_rollout_may_span_versions_and_they_only_rise(lagging: Run) -> None:
     assert any(len(set(versions)) > 1 for versions in spans)
 
 
+def test_versions_stay_within_the_bound_where_engines_launch_steps_ahead(runs: Runs, tmp_path: Path) -> None:
+    """And the trainers find what the engines sampled: the first step's tokens are of the weights that it trains."""
+    run = runs.finish(
+        tmp_path / "run",
+        generator__async_scheduling=True,
+        rollout__max_staleness_steps=1,
+        rollout__max_new_tokens=24,
+        generator__max_num_seqs=4,
+        training__steps=6,
+        **LAGGING,
+    )
+    assert {0, 1} == set(ages(run))
+    assert trained_prompts(run, 6) == list(range(24))
+    assert audit(run.folder)[0] == []
+    first = run.lines("metrics.jsonl")[0]
+    assert first["ratio/min"] == pytest.approx(1, abs=1e-4)
+    assert first["ratio/max"] == pytest.approx(1, abs=1e-4)
+
+
 def test_a_stale_token_has_its_ratio_by_default(lagging: Run) -> None:
     """And it is 1 only while nothing is stale."""
     first, *_, last = lagging.lines("metrics.jsonl")
