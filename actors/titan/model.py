@@ -140,7 +140,7 @@ def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: Par
 
 
 class TitanModel:
-    _copies: ComputeCopies | None = None  # of one rank, without FSDP2
+    _copies: ComputeCopies | None = None  # one rank has them in place of FSDP2
 
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.shape = shape

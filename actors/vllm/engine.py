@@ -287,7 +287,7 @@ class Engine:
 
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch, which the next step records if scheduling is asynchronous.
-        Return the requests whose last sample finished, and those that were refused."""
+        Return the requests whose last sample finished, and the refused ones."""
         if not self.serves:
             raise RuntimeError(
                 "expected a version of every policy with requests, found none: sync weights before sampling"

@@ -1,7 +1,7 @@
 """Resolves the keys that are "auto", or 0 for "auto": their values depend on the machine.
 
 `on_device` resolves the keys that only the device decides. Checks, the plan and the run read its result. `resolved`
-also resolves the keys that depend on estimates of memory, which only ranks read.
+also resolves the keys that depend on estimates of memory and time, which only ranks read.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from titan_rl.config.sections import Config, Dtype
 BATCHED_TOKENS = 8192
 """Tokens of one engine step on a GPU, at least: prompts are computed in few large steps."""
 RECOMPUTED_FROM = 2048
-"""Tokens of a row from which on blocks are recomputed on a GPU: the memory then holds larger microbatches."""
+"""Tokens of a row from which on blocks are recomputed on a GPU whose memory is unknown."""
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Tokens of a block of the KV cache, the unit of prefix caching. vLLM takes multiples of 32 on a CPU."""
 CPU_CACHE_MB = 256
@@ -28,7 +28,7 @@ def on_device(config: Config, device: str) -> Config:
     """Return the config without "auto" in the keys that `device`, "cpu" or "cuda", decides. It resolves to itself."""
     g, t, cuda = config.generator, config.training, device == "cuda"
     compute = dtype_of_products(config, device)
-    recompute = "selective" if cuda and t.seq_len >= RECOMPUTED_FROM else "none"
+    recompute = "auto" if cuda else "none"
     batched = max(BATCHED_TOKENS, g.max_model_len or t.seq_len, g.max_num_seqs) if cuda else 0
     forward = chosen(t.mixed_precision_param, compute)
     return replace(
@@ -126,6 +126,11 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     return min(MOST_THREADS, max(1, cores // together))
 
 
+def recompute_by_length(config: Config) -> Literal["none", "selective"]:
+    """Return the recomputation on a GPU whose memory is unknown."""
+    return "selective" if config.training.seq_len >= RECOMPUTED_FROM else "none"
+
+
 def resolved(
     config: Config,
     device: str,
@@ -133,15 +138,21 @@ def resolved(
     gradients_fit: bool = True,
     gather_fits: bool = True,
     rows: int = 1,
+    recompute: str = "",
     cache_mb: int = 0,
+    sleep: bool = True,
 ) -> Config:
     """Return the config that the ranks on `device` work with. It has no "auto", and resolves to itself. Microbatches
-    that are sized by tokens (preflight/memory.py) have `rows`. A KV cache without a size has `cache_mb`; 0: what
-    vLLM measures."""
+    that are sized by tokens (preflight/memory.py) have `rows`. Activations that nothing else decides about are
+    recomputed by `recompute`, or by the length of a row. A KV cache without a size has `cache_mb`; 0: what vLLM
+    measures. Colocated engines `sleep`, unless a key decides."""
     config = on_device(config, device)
+    mode = chosen(config.activation_checkpoint.mode, recompute or recompute_by_length(config))
     return replace(
         config,
+        activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
         generator=replace(config.generator, kv_cache_memory_mb=config.generator.kv_cache_memory_mb or cache_mb),
+        placement=replace(config.placement, sleep=chosen(config.placement.sleep, sleep)),
         compile=replace(config.compile, enable=compiles(config, device)),
         training=replace(
             config.training,

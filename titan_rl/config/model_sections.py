@@ -93,8 +93,8 @@ class TrainingSection:
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
     local_batch_size: int = bounds(0, ge=0, le=2**12)
-    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: the rows
-    that fit a GPU by estimate, or that keep a CPU's caches warm."""
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: the most that fit
+    a GPU by estimate, or that keep a CPU's caches warm."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
@@ -106,11 +106,12 @@ class TrainingSection:
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
     gradient_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Add up gradients over the mesh once per "update", for which ranks keep them unsharded (4 bytes per parameter /
-    tensor_parallel_degree), or after each "microbatch". "auto": per update if it fits the GPU."""
+    tensor_parallel_degree), or after each "microbatch". "auto": on a GPU the faster one with the rows that then fit, by
+    the planner's estimate."""
     parameter_gather: Literal["auto", "update", "microbatch"] = "auto"
     """Gather parameters once per "update", and keep them until its end (in mixed_precision_param), or block by block in
     every forward and backward of each "microbatch". On one rank "update" copies them once and needs no FSDP2. "auto":
-    per update if it fits the GPU, or an eighth of a CPU's memory."""
+    per update if it fits an eighth of a CPU's memory; on a GPU as gradient_sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +184,9 @@ class ParallelismSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointSection:
     mode: Literal["auto", "none", "selective", "full", "offload"] = "auto"
-    """Activations to recompute in the backward instead of storing. "auto": "selective" on a GPU if training.seq_len is
-    at least 2048, else "none". "offload" is "full" with each block's input in pinned host memory (GPU)."""
+    """Activations to recompute in the backward instead of storing. "auto": on a GPU the fastest of
+    "none", "selective" and "full" with the rows that then fit, by the planner's estimate; else "none". "offload" is
+    "full" with each block's input in pinned host memory (GPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ class GeneratorSection:
     GPU, or max_model_len or max_num_seqs if they are larger; vLLM's default on a CPU."""
     kv_cache_memory_mb: int = bounds(0, ge=0, le=2**24)
     """Size of the KV cache of one process in MiB. 0: 256 on a CPU; what gpu_memory_utilization leaves on a GPU, by
-    vLLM's measurement, or with placement.kind = "colocated" by the plan's estimate."""
+    vLLM's measurement, or with placement.kind = "colocated" by estimate and at most what the sequences can fill."""
     gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
     """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU. With
     kv_cache_memory_mb, it need not be free when the engine starts."""
@@ -246,7 +246,11 @@ class HostsSection:
     """"auto" uses CUDA if the host has a GPU."""
     gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
     """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
-    run fits. 0: check only where there are GPUs."""
+    run fits. Also the memory of GPUs here if neither nvidia-smi nor the driver has it. 0: check only where there are
+    GPUs."""
+    gpu: str = ""
+    """Card, such as "H100" or as nvidia-smi prints it, by whose rates "auto" chooses how updates are computed. Empty:
+    the card of this host, or of those with this memory the first that titan_rl/tools/plan/facts.toml names."""
     memory_gb: float = bounds(0.0, ge=0, le=10**6)
     """Memory of one host in GiB, against which --dry-run checks snapshots and staged weights. 0: unknown."""
     link_gbps: float = bounds(0.0, ge=0, le=10**6)
@@ -281,7 +285,7 @@ class MemorySection:
     cuda_graphs_mb: int = bounds(1024, ge=0, le=2**20)
     """MiB that the CUDA graphs of one engine take. Not measured: an allowance."""
     sleeping_engine_mb: int = bounds(0, ge=0, le=2**20)
-    """MiB that an engine keeps while it sleeps, with placement.kind = "colocated". Not measured: 0 allows for
+    """MiB that an engine keeps while it sleeps, with placement.sleep. Not measured: 0 allows for
     cuda_context_mb, and for cuda_graphs_mb unless generator.enforce_eager is set."""
     fragmentation: float = bounds(0.08, ge=0, le=1)
     """Share of its allocations that a process's caching allocator holds in addition. Measured on an H200:
@@ -292,7 +296,10 @@ class MemorySection:
 class PlacementSection:
     kind: Literal["disaggregated", "colocated"] = "disaggregated"
     """"disaggregated" gives generators and trainers separate devices; "colocated" makes them take turns on the same
-    devices: engines sleep while the trainers compute."""
+    devices."""
+    sleep: Switch = "auto"
+    """With kind "colocated" on GPUs: engines free their memory while the trainers compute. "auto": unless trainers and
+    awake engines fit the GPUs together, by estimate, in a way that costs updates no time."""
     hosts: Table = field(default_factory=dict, hash=False)
     """Hosts of a role by number, such as {trainer = "0-1", generator = "2"}: its dp rows, or replicas, are dealt evenly
     to them. A role without an entry fills the hosts in order."""

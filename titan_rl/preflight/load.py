@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +103,12 @@ def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
     planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
     if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
+    if gpus.here and gpus.count and not gpus.nbytes and config.hosts.device != "cpu":
+        gpus = replace(gpus, nbytes=int(config.hosts.gpu_memory_gb * 2**30))
+        if not gpus.nbytes:
+            why = "because neither nvidia-smi nor the driver has it, as for some MIG slices"
+            arguments.problems.append(f"hosts.gpu_memory_gb: expected the memory of one GPU in GiB, {why}, found 0")
+    config, policies = with_card(config, gpus), {name: with_card(each, gpus) for name, each in policies.items()}
     return Invocation(
         given_name=arguments.config,
         config_name=path.stem,
@@ -133,6 +139,11 @@ def planned_gpus(config: Config) -> Gpus:
     if hosts.kind == "processes":
         count *= hosts.number
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
+
+
+def with_card(config: Config, gpus: Gpus) -> Config:
+    """Return the config with the name of the GPUs that it runs on, unless it names others."""
+    return config if config.hosts.gpu else replace(config, hosts=replace(config.hosts, gpu=gpus.name))
 
 
 def read(argv: Sequence[str]) -> Arguments:

@@ -6,20 +6,23 @@ docs/clusters.md lists them with their sources.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MappingProxyType
-from typing import Any
 
 from titan_rl.batch.prefixes import MOST_TARGETS
-from titan_rl.config.auto import BLOCK_TOKENS, resolved, without_fsdp
+from titan_rl.config.auto import BLOCK_TOKENS, recompute_by_length, resolved, without_fsdp
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
+from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
+from titan_rl.wire.parts import part
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
@@ -29,6 +32,7 @@ BYTES_PER_TOP_TOKEN = 64  # an id, and float32 numbers: two log-probs, what the 
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
 SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
+EQUAL = 1.001  # times as long as the fastest: the planner's closed form tells no more apart
 FEWEST = 4  # whole sequences in a cache: with fewer, an engine computes hardly anything at a time
 # Tokens x hidden_dim. Measured on cores with 1 MiB of L2 and 32 MiB of L3: at hidden_dim 384 the fastest microbatch has
 # 4096 tokens (512 take 1.34 times as long, 10,240 take 1.1 times), at 1024 about 1000 (3300 take 1.09 times as long).
@@ -418,16 +422,31 @@ def needs(
     adapters: AdapterCounts = ONE_POLICY,
 ) -> dict[str, Need]:
     """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
+    by_mesh = trainer_needs(config, shape, gpu_bytes, sharded, adapters)
+    if not config.samples_rollouts:
+        return by_mesh
+    trainer, *others = by_mesh.items()
+    waiting = trainer[1].own.idle if config.placement.kind == "colocated" else 0
+    engines = "generator", _generator(config, shape, gpu_bytes, waiting, adapters.slots)
+    return dict([trainer, engines, *others])
+
+
+def trainer_needs(
+    config: Config,
+    shape: ModelShape,
+    gpu_bytes: int,
+    sharded: Cut = UNKNOWN,
+    adapters: AdapterCounts = ONE_POLICY,
+) -> dict[str, Need]:
+    """Estimate the memory of a rank of the trainer and of each role: all but engines."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
     copies, averages = len(frozen_roles(config)), config.algorithm.averages
     cut = sharded.get("trainer")
     trainer = trained(
         config, shape, config.parallelism, cut, frozen_copies=copies, averages=averages, adapters=adapters
     )
-    beside = {"sleeping engine": asleep(config)} if colocated else {}
+    beside = beside_trainer(config, shape, adapters.slots) if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
-    if config.samples_rollouts:
-        by_mesh["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0, adapters.slots)
     shapes, whole = role_shapes(config, shape), replace(config, lora=LoraSection())
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
@@ -436,14 +455,23 @@ def needs(
     return by_mesh
 
 
-def beside_sleeping_engine(config: Config, shape: ModelShape, free: int, total: int) -> str:
-    """Compare what a sleeping engine leaves of its GPU, as measured, with the estimates of both."""
-    need, kept = needs(config, shape, total)["trainer"], asleep(config)
+def beside_trainer(config: Config, shape: ModelShape, slots: int = 1) -> dict[str, int]:
+    """Return what a colocated engine takes of its GPU while the trainers compute."""
+    if config.placement.sleep:  # also "auto"
+        return {"sleeping engine": asleep(config)}
+    cache = config.generator.kv_cache_memory_mb << 20 or filled_cache(config, shape, slots)
+    return {"awake engine": engine(config, shape, cache, slots).total}
+
+
+def beside_engine(config: Config, shape: ModelShape, free: int, total: int, slots: int = 1) -> str:
+    """Compare what a colocated engine leaves of its GPU, as measured, with the estimates of both."""
+    need = needs(config, shape, total)["trainer"]
+    ((name, kept),) = beside_trainer(config, shape, slots).items()
     text = (
-        f"a sleeping engine leaves {gib(free)} of {gib(total)} GiB of its GPU (estimated {gib(total - kept)}) for a "
-        f"trainer (estimated {gib(need.own.total)})"
+        f"{'a' if config.placement.sleep else 'an'} {name} leaves {gib(free)} of {gib(total)} GiB of its GPU "
+        f"(estimated {gib(total - kept)}) for a trainer (estimated {gib(need.own.total)})"
     )
-    if far(total - free, kept):
+    if config.placement.sleep and far(total - free, kept):
         text += f"; set memory.sleeping_engine_mb = {(total - free) >> 20}"
     advice = "lower training.local_batch_size or training.seq_len if it runs out of memory"
     return text if need.own.total <= free else f"{text}; {advice}"
@@ -462,7 +490,9 @@ def measured_trainer(
     if far(held, by_allocator) and held > own.allocated:
         keys.append(f"memory.fragmentation = {held / own.allocated - 1:.2f}")
     if far(outside, own.outside + others):
-        unset = others and not own.allowances.sleeping_engine_mb  # the engine's share is the least certain estimate
+        unset = (
+            "sleeping engine" in need.others and not own.allowances.sleeping_engine_mb
+        )  # the engine's share is the least certain estimate
         key = "sleeping_engine_mb" if unset else "nccl_buffers_mb" if own.peers else "cuda_context_mb"
         rest = own.outside + others - (others if unset else getattr(own.allowances, key) << 20)
         keys.append(f"memory.{key} = {max(0, outside - rest) >> 20}")
@@ -493,41 +523,106 @@ def frozen_roles(config: Config) -> list[str]:
 
 def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int, slots: int) -> Need:
     """A KV cache without a size takes the memory within gpu_memory_utilization that weights, graphs and a waiting
-    `trainer` leave, but at least one sequence."""
+    `trainer` leave, beside a trainer no more than its sequences can fill, but at least one sequence."""
     g = config.generator
     longest = (g.max_model_len or config.training.seq_len) * cache_bytes_per_token(config, shape)
     cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
     if not cache:
         allowed = int(gpu_bytes * g.gpu_memory_utilization)
         free = allowed - trainer - engine(config, shape, 0, slots).total
-        cache = max(longest, int(free / (1 + config.memory.fragmentation)))
+        room = int(free / (1 + config.memory.fragmentation))
+        cache = max(longest, min(room, filled_cache(config, shape, slots)) if trainer else room)
         limit = gpu_bytes if trainer else allowed
     own = engine(config, shape, cache, slots)
     return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateChoice:
+    """A way to compute the updates of a step: rows of a microbatch, recomputation, and when gradients are reduced and
+    parameters gathered."""
+
+    config: Config  # resolved
+    seconds: float  # by the closed form of the planner; 0 in an installation without it
+
+    def __str__(self) -> str:
+        rows, mode = self.config.training.local_batch_size, self.config.activation_checkpoint.mode
+        again = {"none": "nothing recomputed"}.get(mode, f"recompute {mode}")
+        reduced, gathered = self.config.training.gradient_sync, self.config.training.parameter_gather
+        shared = f"gradients reduced once per {reduced}, parameters gathered once per {gathered}"
+        return f"{counted(rows, 'row')} a microbatch, {again}, {shared}"
+
+
+def update_choices(
+    config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY
+) -> list[UpdateChoice]:
+    """Return the ways that fit the GPUs with a share to spare, the fastest first: for each recomputation, reduction
+    and gathering the most rows, as more cost nothing. One row may take that share too with the usual recomputation, or
+    where no other way fits. If none does, return the one that lacks least. On a GPU of unknown size microbatches have
+    one row."""
+    if not gpu_bytes:
+        return [UpdateChoice(resolved(config, "cuda", gradients_fit=False, gather_fits=False), 0.0)]
+    times, usual = part("times of updates"), recompute_by_length(config)
+    modes = sorted(("none", "selective", "full"), key=lambda mode: not times and mode != usual)
+    left = [each for each in product(modes, (True, False), (True, False)) if _left_open(config, *each)]
+    single = [
+        resolved(config, "cuda", gradients_fit=whole, gather_fits=once, recompute=mode) for mode, whole, once in left
+    ]
+    most = max(1, GPU_TOKENS * config.parallelism.context_parallel_degree // config.training.seq_len)
+    given = config.training.local_batch_size
+    counts = [given] if given else range(1, most + 1)
+    spared, found = (1 - SPARE) * gpu_bytes, list[Config]()
+
+    def largest(tried: Config) -> int:
+        by_mesh = trainer_needs(tried, shape, gpu_bytes, adapters=adapters).values()
+        return max(need.nbytes for need in by_mesh)
+
+    for one in single:
+        fitting = bisect_left(counts, 1, key=lambda n, one=one: largest(with_rows(one, n)) > spared)
+        barely = not fitting and one.activation_checkpoint.mode == usual and largest(one) <= gpu_bytes
+        found += [with_rows(one, counts[fitting - 1] if fitting else counts[0])] if fitting or barely else []
+    if not found:
+        single.sort(key=largest)
+        found = [one for one in single if largest(one) <= gpu_bytes] or single[:1]
+    seconds = times(shape, gpu_bytes).seconds if times else lambda _: 0.0
+    choices = [UpdateChoice(each, seconds(each)) for each in found]
+    least = EQUAL * min(choice.seconds for choice in choices)
+    return sorted(choices, key=lambda choice: max(choice.seconds, least))  # equal ones keep their order
+
+
+def with_rows(config: Config, rows: int) -> Config:
+    return replace(config, training=replace(config.training, local_batch_size=rows))
+
+
+def _left_open(config: Config, mode: str, whole: bool, once: bool) -> bool:
+    """Return True if the config leaves this choice, or is the choice."""
+    given, t = config.activation_checkpoint.mode, config.training
+    free = given == "auto" or mode == "none"
+    return free and (t.gradient_sync == "auto" or whole) and (t.parameter_gather == "auto" or once)
+
+
 def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY) -> Config:
-    """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
-    the largest power of two of rows that fits, then gathered parameters are kept where that fits. On one rank these
-    come first: they need less memory than gradients kept whole. On a GPU of unknown size microbatches have one row. A
-    colocated trainer starts after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
-
-    def fits(**choices: Any) -> bool:
-        by_mesh = needs(resolved(config, "cuda", **choices), shape, int((1 - SPARE) * gpu_bytes), adapters=adapters)
-        return gpu_bytes > 0 and all(need.fits for name, need in by_mesh.items() if name != "generator")
-
-    once = config.parallelism.world_size == 1 and fits(gradients_fit=False)
-    whole, rows = fits(gather_fits=once), 1
-    while 2 * rows * config.training.seq_len <= GPU_TOKENS * config.parallelism.context_parallel_degree:
-        if not fits(gradients_fit=whole, gather_fits=once, rows=2 * rows):
-            break
-        rows *= 2
-    once = once or fits(gradients_fit=whole, rows=rows)
-    final = resolved(config, "cuda", gradients_fit=whole, gather_fits=once, rows=rows)
+    """Return the config as ranks on GPUs work with it: updates are computed in the fastest way that fits. A colocated
+    trainer starts after vLLM has measured the free memory, so the KV cache beside it is sized by estimate. Engines stay
+    awake where trainers fit beside them, with a cache of full size, and updates are as fast."""
+    best = update_choices(config, shape, gpu_bytes, adapters)[0]
+    final = best.config
     if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
         return final
     cache = needs(final, shape, gpu_bytes, adapters=adapters)["generator"].own.kept["KV cache"].nbytes
-    return resolved(final, "cuda", cache_mb=cache >> 20)
+    final = resolved(final, "cuda", cache_mb=cache >> 20)
+    if config.placement.sleep != "auto" or cache < filled_cache(final, shape, adapters.slots):
+        return final
+    awake = update_choices(with_awake_engines(config, final), shape, gpu_bytes, adapters)[0]
+    by_mesh = needs(awake.config, shape, int((1 - SPARE) * gpu_bytes), adapters=adapters)
+    fits = all(need.fits for need in by_mesh.values())
+    return awake.config if fits and awake.seconds <= EQUAL * best.seconds else final
+
+
+def with_awake_engines(config: Config, sized: Config) -> Config:
+    """Return the config with engines that do not sleep, and whose cache is as large as in `sized`."""
+    generator = replace(config.generator, kv_cache_memory_mb=sized.generator.kv_cache_memory_mb)
+    return replace(config, generator=generator, placement=replace(config.placement, sleep=False))
 
 
 def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
@@ -601,6 +696,25 @@ def cache_room(
     block = size * cache_bytes_per_token(config, shape)
     wanted = min(g.max_num_seqs, math.ceil(samples / g.replicas))
     return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, size, wanted)
+
+
+def sequences_at_once(config: Config, policies: int = 1) -> int:
+    """Return how many sequences an engine has in its cache at once, at most: the ones that it samples, in training or
+    in an evaluation, and in several turns those whose next turn waits for an environment."""
+    g, rl = config.generator, config.algorithm.kind == "rl"
+    trained = math.ceil((in_flight(config) * policies if rl else 0) / g.replicas)
+    if config.rollout_code:
+        return max(1, trained, g.max_num_seqs if config.eval.size else 0)
+    evaluated = config.eval.size and g.max_num_seqs  # sets may have any number of samples
+    return max(1, min(g.max_num_seqs, max(trained, evaluated)))
+
+
+def filled_cache(config: Config, shape: ModelShape, policies: int = 1) -> int:
+    """Return the bytes of a cache that holds these sequences at full length."""
+    block = BLOCK_TOKENS["cuda"] * cache_bytes_per_token(config, shape)
+    longest = config.generator.max_model_len or config.training.seq_len
+    room = CacheRoom(0, longest, block, BLOCK_TOKENS["cuda"], 0)
+    return room.mib(sequences_at_once(config, policies)) << 20
 
 
 @dataclass(frozen=True, slots=True)

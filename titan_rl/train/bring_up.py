@@ -31,7 +31,7 @@ from titan_rl.meshes.hosts import Host, RankPlace, local_host
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.meshes.starter import starter
-from titan_rl.preflight.memory import beside_sleeping_engine
+from titan_rl.preflight.memory import beside_engine
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
@@ -269,7 +269,7 @@ async def _generators(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len, "quantization": quantization},
         model_dir=str(setup.model_folder),
         block_size=BLOCK_TOKENS[setup.device],
-        sleeps=config.placement.kind == "colocated" and not loaded,
+        sleeps=config.placement.kind == "colocated" and bool(config.placement.sleep) and not loaded,
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
@@ -294,7 +294,7 @@ async def _generators(
         elif _share_gpus(setup):
             asleep = await mesh.sleep()  # the trainers' turn to start; the first weights wake it
             if asleep:
-                terminal.note(beside_sleeping_engine(config, setup.shape, *min(asleep.values())))
+                terminal.note(beside_engine(config, setup.shape, *min(asleep.values()), setup.adapters.slots))
     if setup.device == "cuda":
         recorded = f", because engines record {' and '.join(settings.records)}" if settings.records else ""
         scheduling = "asynchronous" if g.async_scheduling else f"synchronous{recorded}"

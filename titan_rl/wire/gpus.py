@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,18 @@ from titan_rl.wire.program import command_of
 PLANNED = "TITAN_RL_DEVICE"  # "cpu" or "cuda": in the environment of every rank
 
 
+ASK_DRIVER = """
+from ctypes import CDLL, byref, c_int, c_size_t
+cuda, number, device, nbytes, sizes = CDLL("libcuda.so.1"), c_int(), c_int(), c_size_t(), []
+assert cuda.cuInit(0) == cuda.cuDeviceGetCount(byref(number)) == 0
+for index in range(number.value):
+    assert cuda.cuDeviceGet(byref(device), index) == cuda.cuDeviceTotalMem_v2(byref(nbytes), device) == 0
+    sizes.append(nbytes.value)
+print(min(sizes))
+"""
+"""Prints the bytes of the smallest device that CUDA shows, as the driver has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpus:
     """The GPUs that a run may use; if not `here`, the GPUs that a dry run plans for."""
@@ -22,6 +35,7 @@ class Gpus:
     nbytes: int = 0  # memory of the smallest one; 0: unknown
     here: bool = True
     driver: str = ""  # its version
+    name: str = ""  # the smallest one's, as nvidia-smi prints it
     cuda: str = ""  # the newest CUDA that the driver runs; empty: unknown
 
 
@@ -34,7 +48,8 @@ def found_gpus() -> Gpus:
     if not visible:
         return NO_GPUS
     version, cuda = driver()
-    return Gpus(len(visible), _smallest_memory(visible), driver=version, cuda=cuda)
+    nbytes, name = _smallest(visible)
+    return Gpus(len(visible), nbytes or _smallest_by_driver(), driver=version, cuda=cuda, name=name)
 
 
 def driver() -> tuple[str, str]:
@@ -79,14 +94,25 @@ def _present_gpus() -> int:
     return sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
 
 
-def _smallest_memory(devices: Sequence[str]) -> int:
-    """Return the bytes of the smallest of some devices, by index or UUID; 0 if one is unknown, such as a MIG slice."""
-    sizes = dict[str, int]()
-    for line in _nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"):
+def _smallest(devices: Sequence[str]) -> tuple[int, str]:
+    """Return the bytes and the name of the smallest of some devices, by index or UUID; 0 if one is unknown, such as a
+    MIG slice."""
+    cards = dict[str, tuple[int, str]]()
+    for line in _nvidia_smi("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"):
         with suppress(ValueError):  # a device may say "[N/A]"
-            index, uuid, mib = map(str.strip, line.split(","))
-            sizes[index] = sizes[uuid] = int(mib) << 20
-    return min(sizes.get(device, 0) for device in devices)
+            index, uuid, mib, name = map(str.strip, line.split(",", 3))
+            cards[index] = cards[uuid] = int(mib) << 20, name
+    return min(cards.get(device, (0, "")) for device in devices)
+
+
+def _smallest_by_driver() -> int:
+    """Return the bytes of the smallest device that CUDA shows, MIG slices included; 0 if no driver answers. A child
+    asks it, as CUDA would not survive a fork of this process."""
+    try:
+        child = subprocess.run([sys.executable, "-c", ASK_DRIVER], capture_output=True, timeout=60, check=True)
+        return int(child.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:

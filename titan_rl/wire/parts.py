@@ -68,6 +68,7 @@ PARTS = {
     "teacher": "ext.teachers.teacher:Teacher",
     "tests of a row": "ext.sandbox.code_tests:row_tests",
     "tests of code": "ext.sandbox.checks:untested",
+    "times of updates": "tools.plan.updates:UpdateTimes",
     "timeline": "ext.timeline.timeline:timeline",
     "tiny runs": "ext.tiny.shrink:shrunk",
     "trackers": "ext.trackers.tracking:tracking",

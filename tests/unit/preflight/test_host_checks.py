@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from support.checked_configs import config
-from support.nvidia_smi import two_gpus
-from titan_rl.preflight.checks import host_problems, machine, problems
+from support.nvidia_smi import driver_of_slices, two_gpus
+from titan_rl.preflight.checks import host_problems, judged, machine, problems
 from titan_rl.preflight.checks.machine import CPU_HEAD_DIMS
+from titan_rl.preflight.load import load
 from titan_rl.wire.gpus import Gpus, found_gpus, visible_gpus
 
 
@@ -98,6 +99,28 @@ def test_the_smallest_gpu_counts(
     gpus = found_gpus()
     assert (gpus.count, gpus.nbytes) == (count, mib << 20)
     assert (gpus.driver, gpus.cuda) == (("580.65.06", "13.0") if count else ("", ""))
+
+
+def test_a_slice_has_the_memory_that_the_driver_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_gpus(tmp_path, monkeypatch)
+    driver_of_slices(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert found_gpus().nbytes == 20 * 2**30
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert found_gpus().nbytes == 81559 << 20
+
+
+def test_gpus_of_unknown_memory_are_refused_by_the_key_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_gpus(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    run = load(["--config", "grpo_llama", "--dry-run"])
+    (refused,) = (each for each in judged(run)[0] if each.startswith("hosts.gpu_memory_gb"))
+    assert refused.startswith("hosts.gpu_memory_gb: expected the memory of one GPU in GiB, because neither nvidia-smi")
+    run = load(["--config", "grpo_llama", "--dry-run", "--hosts.gpu_memory_gb", "20"])
+    assert (run.gpus.nbytes, run.gpus.here, run.problems) == (20 * 2**30, True, ())
+    assert load(["--config", "grpo_llama", "--dry-run", "--hosts.device", "cpu"]).problems == ()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ y = W x + (alpha / rank) B A x          A [rank, in], B [out, rank]
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_rl.config.sections import LoraSection
 from titan_rl.wire.model_shape import ModelShape
@@ -79,9 +80,11 @@ def cut_by_tensor_parallelism(name: str) -> bool:
 
 
 def adapter_parameters(lora: LoraSection, shape: ModelShape, tp: int = 1) -> int:
-    """Return the parameters of all adapters on each of `tp` tensor-parallel ranks."""
-    sizes = adapter_sizes(lora, shape)
-    return sum(math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes)
+    """Return the parameters of all adapters on each of `tp` tensor-parallel ranks: of all blocks, which are alike."""
+    sizes = adapter_sizes(lora, replace(shape, n_layers=1))
+    return shape.n_layers * sum(
+        math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes
+    )
 
 
 def slot_rank(rank: int) -> int:

@@ -11,7 +11,20 @@ from titan_rl.config.sections import BYTES, AlgorithmSection, Config, Parallelis
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters, with_adapter_sync
-from titan_rl.preflight.memory import UNKNOWN, Cut, count, engine_weights, frozen_roles, size
+from titan_rl.preflight.memory import (
+    UNKNOWN,
+    Cut,
+    beside_trainer,
+    count,
+    engine_weights,
+    filled_cache,
+    frozen_roles,
+    gib,
+    sequences_at_once,
+    size,
+    trainer_needs,
+    update_choices,
+)
 from titan_rl.preflight.placement import place, slots_per_host
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
@@ -21,7 +34,7 @@ from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.parts import needed_part
+from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.types import ENTRY
 from titan_rl.wire.weight_source import FORCES_LINKS
 
@@ -63,7 +76,9 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     facts.append(("rate", rates(config)))
     if config.samples_rollouts:
         facts.append(("sampling", sampling(config)))
-    if autos := [f"{key} {as_text(now)}" for key, _, now in differences(setup.given, setup.resolved)]:
+    changes = differences(setup.given, setup.resolved)
+    unused = set() if shares_gpus(setup) else {"placement.sleep"}
+    if autos := [f"{key} {as_text(now)}" for key, _, now in changes if key not in unused]:
         facts.append(("auto", ", ".join(autos)))
     rows = setup.resolved.training.local_batch_size
     cp = config.parallelism.context_parallel_degree
@@ -71,6 +86,10 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens{cut}"))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
+        if chosen := updates(setup):
+            facts.append(("updates", chosen))
+    if shares_gpus(setup):
+        facts.append(("engines", turns(setup)))
     facts.append(("run", str(setup.folder)))
     too_large: list[str] = []
     if config.checkpoint.enable:
@@ -203,6 +222,37 @@ def on_gpu(config: Config) -> str:
         gathered = "parameters gathered in each forward and backward"
     reduced = f"gradients reduced once per {config.training.gradient_sync}"
     return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], gathered, reduced])
+
+
+def updates(setup: Setup) -> str:
+    """Describe the estimated time of a step's updates in the chosen way, and in the next best one; "" if nothing was
+    estimated."""
+    times = part("times of updates")
+    if not times or not setup.gpus.nbytes:
+        return ""
+    best, *others = update_choices(setup.config, setup.shape, setup.gpus.nbytes, setup.adapters)
+    card = times(setup.shape, setup.gpus.nbytes).card(setup.config)
+    text = f"at least {best.seconds:.3g} s a step by the rates of {card}, if all rollouts are as long as they may be"
+    return f"{text}; next best {others[0].seconds:.3g} s: {others[0]}" if others else text
+
+
+def shares_gpus(setup: Setup) -> bool:
+    """Return True if engines and trainers take turns on the same GPUs."""
+    c = setup.config
+    return setup.device == "cuda" and c.placement.kind == "colocated" and c.samples_rollouts
+
+
+def turns(setup: Setup) -> str:
+    """Describe what colocated engines do while the trainers compute."""
+    c, own = setup.resolved, setup.adapters.slots
+    cache, most = c.generator.kv_cache_memory_mb << 20, filled_cache(c, setup.shape, own)
+    kept = sum(beside_trainer(c, setup.shape, own).values())
+    text = f"KV cache of {gib(cache)} GiB, where {gib(most)} hold {sequences_at_once(c, own)} sequences of full length"
+    if c.placement.sleep:
+        return f"{text}; engines sleep while trainers compute, and keep {gib(kept)} GiB"
+    trainer = trainer_needs(c, setup.shape, setup.gpus.nbytes, adapters=setup.adapters)["trainer"].own.total
+    both = f"an engine's {gib(kept)} and a trainer's {gib(trainer)} GiB fit a GPU of {gib(setup.gpus.nbytes)}"
+    return f"{text}; engines stay awake: {both}"
 
 
 def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape) -> MeshRow:
@@ -387,7 +437,7 @@ def _per_version(setup: Setup) -> str:
         other = f'lora.sync = "adapter" would move {size(adapters)}'
         return f"{size(whole)} per version and replica, adapters merged ({other})"
     other = f'lora.sync = "merge" would move {size(whole)}'
-    if setup.device == "cuda" and config.placement.kind == "colocated":
+    if shares_gpus(setup) and config.placement.sleep:
         return f"{size(whole + adapters)} per version and replica: engines that sleep lose the frozen weights ({other})"
     return f"{size(adapters)} of adapters per version and replica, frozen weights once ({other})"
 

@@ -2,27 +2,31 @@
 vLLM supports on a CPU."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from titan_rl.config.auto import on_device
+from titan_rl.config.auto import on_device, resolved
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.config.toml import as_toml
-from titan_rl.preflight.added_parameters import trained_parameters
+from titan_rl.preflight.added_parameters import trained_parameters, with_adapter_sync
+from titan_rl.preflight.checks.parts import MODEL_CHECKS, checks_of_parts
 from titan_rl.preflight.memory import (
     GIB,
     ONE_POLICY,
     UNKNOWN,
     AdapterCounts,
     Cut,
+    by_formula,
     cache_room,
     gib,
     host_loads,
     needs,
+    offloaded,
     on_gpus,
+    saved_tensors,
     size,
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
@@ -31,10 +35,13 @@ from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, v
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import part
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+LORA_RANK = 16  # to suggest
+NOTED = 1.05  # times as long: less is no price
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -163,16 +170,63 @@ def check_gpu_memory(
 
 
 def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most: int, adapters: AdapterCounts) -> str:
-    """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
-    changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
-    for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
-        other = changed(config, keys)
-        need = needs(on_gpus(other, shape, gpu_bytes, adapters), shape, gpu_bytes, adapters=adapters)[name]
-        if need.fits and gpus_needed(other) <= most:
-            settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
-            return f"{settings} needs {gib(need.nbytes)} GiB"
-    tried = dict.fromkeys(key for keys in changes for key in keys)
+    """Describe the first change that makes a mesh fit: one of `_changes`, or else several; or else every one of
+    `_last_resorts` that does."""
+    most = max(most, gpus_needed(config))
+    changes = list(_changes(config, shape, name, most))
+    together = list(accumulate(changes, lambda before, more: before | more))
+
+    def fitting(keys: Mapping[str, Any]) -> str:
+        """Return what these keys need and cost, or "" if the mesh does not fit with them, or another check refuses."""
+        other = with_adapter_sync(changed(config, keys), shape, "cuda")
+        planned = on_gpus(other, shape, gpu_bytes, adapters)
+        found = needs(planned, shape, gpu_bytes, adapters=adapters)
+        need, moved = found[name], "placement.kind" in keys
+        fits = all(each.fits for each in found.values()) if moved else need.fits
+        if not fits or gpus_needed(other) > most or _refused(other, shape):
+            return ""
+        settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
+        return f"{settings} needs {gib(need.nbytes)} GiB{price(keys, config, planned, shape, gpu_bytes)}"
+
+    if found := next(filter(None, map(fitting, [*changes, *together])), ""):
+        return found
+    resorts, every = list(_last_resorts(config, name, most)), together[-1] if together else {}
+    for smaller in ({}, every):
+        if found := [text for keys in resorts if (text := fitting({**smaller, **keys}))]:
+            return " or ".join(found)
+    tried = dict.fromkeys(key for keys in [*changes, *resorts] for key in keys)
     return f"no value of {', '.join(tried)} is enough: take larger GPUs, more of them, or a smaller model"
+
+
+def _refused(config: Config, shape: ModelShape) -> bool:
+    """Return True if other checks refuse what a change of `_last_resorts` leads to."""
+    if any(list(each.problems(config, shape, "cuda")) for each in checks_of_parts(config, MODEL_CHECKS)):
+        return True
+    quantized = part("checks of quantization") if config.generator.quantization != "none" else None
+    if quantized and list(quantized(config, shape, "cuda")):
+        return True
+    p, memory = config.parallelism, config.hosts.memory_gb * GIB
+    states = offloaded(config, by_formula(shape, p, config.lora), saved_tensors(config, "trainer"))
+    return config.training.enable_cpu_offload and 0 < memory < states * -(-p.world_size // config.hosts.number)
+
+
+def price(keys: Mapping[str, Any], config: Config, planned: Config, shape: ModelShape, gpu_bytes: int) -> str:
+    """Describe what a planned change of keys costs: the share of the parameters that is trained, host memory, and the
+    time of updates by the planner's closed form, as a multiple of the time on a GPU that all of it fitted."""
+    t, costs = planned.training, list[str]()
+    if planned.lora.on and not config.lora.on:
+        share = trained_parameters(planned.lora, shape) / shape.parameters
+        costs.append(f"trains adapters of {100 * share:.2g}% of the parameters")
+    if t.enable_cpu_offload and not config.training.enable_cpu_offload:
+        cut = by_formula(shape, planned.parallelism, planned.lora)
+        costs.append(f"{gib(offloaded(planned, cut, saved_tensors(planned, 'trainer')))} GiB of host memory per rank")
+    times = part("times of updates")
+    if times and planned.lora.on == config.lora.on and any(not key.startswith("generator.") for key in keys):
+        of = times(shape, gpu_bytes)
+        given = resolved(config, "cuda", gradients_fit=False, rows=t.local_batch_size, recompute="none")
+        ratio = of.seconds(planned) / of.seconds(given)
+        costs += [f"updates at least {ratio:.2g} times as long"] * (ratio >= NOTED)
+    return f" ({', '.join(costs)})" if costs else ""
 
 
 def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterator[dict[str, Any]]:
@@ -190,17 +244,39 @@ def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterato
                 replicas = max(1, g.replicas * g.tensor_parallel_degree // degree)
                 yield {"generator.tensor_parallel_degree": degree, "generator.replicas": replicas}
         return
+    if config.placement.sleep is False:
+        yield {"placement.sleep": True}
     yield from ({"training.local_batch_size": rows} for rows in _halves(config.training.local_batch_size, 1))
-    modes = ("none", "selective", "full", "offload")
+    modes = ("none", "selective", "full", "auto", "offload")  # "auto" is "full" where no other one fits
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
-        yield {"activation_checkpoint.mode": mode}
-    yield {"training.gradient_sync": "microbatch"}
-    yield {"training.gradient_sync": "microbatch", "training.parameter_gather": "microbatch"}
+        yield from [{"activation_checkpoint.mode": mode}] * (mode != "auto")
+    yield from [{"training.gradient_sync": "microbatch"}] * (config.training.gradient_sync == "update")
+    if config.training.parameter_gather == "update":
+        yield {"training.gradient_sync": "microbatch", "training.parameter_gather": "microbatch"}
     section, p = ("parallelism", config.parallelism) if name == "trainer" else (name, config.roles[name].parallelism)
     for degree in _doubles(p.data_parallel_shard_degree, most):
         yield {f"{section}.data_parallel_shard_degree": degree}
     for degree in _doubles(p.context_parallel_degree, most):
         yield {f"{section}.context_parallel_degree": degree}
+
+
+def _last_resorts(config: Config, name: str, most: int) -> Iterator[dict[str, Any]]:
+    """Yield settings that change the trained parameters, or their place: each has a price for the user to see."""
+    t, g, p, alone = config.training, config.generator, config.parallelism, config.weight_sync.in_flight == "swap"
+    colocated = config.placement.kind == "colocated"
+    if name == "trainer" and config.samples_rollouts and not (colocated or config.roles or t.stream_groups) and alone:
+        shards = most * p.data_parallel_shard_degree // p.world_size
+        keys = {
+            "parallelism.data_parallel_shard_degree": shards,
+            "generator.replicas": most // g.tensor_parallel_degree,
+        }
+        yield {"placement.kind": "colocated", **keys}
+    if not t.enable_cpu_offload and (name != "generator" or colocated):
+        yield {"training.enable_cpu_offload": True}
+    if not config.lora.on and name in ("trainer", "generator") and (name == "trainer" or colocated):
+        yield {"lora.rank": LORA_RANK}
+    if name == "generator" and g.quantization == "none":
+        yield {"generator.quantization": "fp8"}
 
 
 def _halves(value: int, least: int) -> Iterator[int]:

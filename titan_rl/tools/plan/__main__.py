@@ -6,7 +6,6 @@ Exit codes: 0 planned, 1 nothing fits, 2 bad input, 130 stopped.
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -212,9 +211,7 @@ def cluster(text: str, facts: Facts) -> tuple[Gpu, int]:
     if not here.count:
         row, cores = facts.gpus["CPU"], usable_cores()
         return replace(row, flops=row.flops * cores, hbm=row.hbm * cores), 1
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    name = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0]
-    return replace(facts.gpu(name), memory_gb=here.nbytes / 2**30, per_node=here.count), here.count
+    return replace(facts.gpu(here.name), memory_gb=here.nbytes / 2**30, per_node=here.count), here.count
 
 
 def spreads(flag: str, text: str, names: Sequence[str], problems: list[str]) -> dict[str, Spread]:

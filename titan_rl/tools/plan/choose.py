@@ -13,7 +13,7 @@ from titan_rl.config.sections import Config
 from titan_rl.ext.adapters.layers import WHOLE_MODEL_FACTOR
 from titan_rl.preflight.checks.machine import check_cache_room
 from titan_rl.preflight.checks.model import check_parallelism
-from titan_rl.preflight.memory import GIB, Need, gib, needs, on_cpu, on_gpus
+from titan_rl.preflight.memory import GIB, Need, gib, needs, on_cpu, on_gpus, update_choices
 from titan_rl.tools.plan.facts import Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, Spread, Work
 from titan_rl.tools.plan.roofline import Roofline, StepTime, step_time
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Keys = Mapping[str, Any]
 DEGREES = (1, 2, 4, 8)
-MODES = ("none", "selective", "full")
 LAGS = (0, 1, 2)
 LORA_RANK = 16
 SIMULATED, STEPS = 3, 6  # plans, and steps of each without a lag; with one, its first and last steps are more
@@ -85,6 +84,7 @@ class Case:
     work: Work
     environment: Spread = NOTHING  # seconds of a turn
     rejected: list[tuple[str, str]] = field(default_factory=list)  # plan, why
+    _updates: dict[str, Config] = field(default_factory=dict, init=False)  # chosen, by the sections they depend on
 
     @property
     def nodes(self) -> int:
@@ -106,7 +106,7 @@ class Case:
         if self.nodes > 1:
             gbps = self.gpu.node_network * 8 / 1e9
             keys |= {"hosts.kind": "attach", "hosts.count": self.nodes, "hosts.link_gbps": gbps}
-        keys["hosts.gpu_memory_gb"] = self.gpu.memory_gb
+        keys |= {"hosts.gpu_memory_gb": self.gpu.memory_gb, "hosts.gpu": self.gpu.name}
         return {key: value if key == "hosts.count" else self.pinned.get(key, value) for key, value in keys.items()}
 
     @property
@@ -132,7 +132,16 @@ class Case:
         """Return the config as the ranks work with it."""
         if self.device == "cpu":
             return on_cpu(config, self.shape, host_memory())
-        return on_gpus(config, self.shape, self.gpu_bytes)
+        return on_gpus(self.with_updates(config), self.shape, self.gpu_bytes)
+
+    def with_updates(self, config: Config) -> Config:
+        """Return the config with the way to compute updates, which no key of engines changes."""
+        c = config
+        key = repr((c.training, c.parallelism, c.activation_checkpoint, c.rollout, c.placement, c.lora, c.hosts))
+        if key not in self._updates:
+            self._updates[key] = update_choices(config, self.shape, self.gpu_bytes)[0].config
+        chosen = self._updates[key]
+        return replace(config, training=chosen.training, activation_checkpoint=chosen.activation_checkpoint)
 
     def unfit(self, config: Config, mesh: str) -> str:
         """Return why a rank does not fit its GPU, or ""."""
@@ -142,7 +151,8 @@ class Case:
         if not need.fits:
             return f"{need.what} needs {gib(need.nbytes)} GiB of {gib(need.limit)}: {need.parts}"
         if mesh == "generator":
-            return "; ".join(check_cache_room(on_device(config, self.device), self.shape, self.gpu_bytes))
+            config = on_device(self.with_updates(config), self.device)
+            return "; ".join(check_cache_room(config, self.shape, self.gpu_bytes))
         return ""
 
     def with_keys(self, keys: Keys) -> "Case":
@@ -163,15 +173,9 @@ def trainers(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:
             "parallelism.tensor_parallel_degree": tp,
             "parallelism.expert_parallel_degree": dealt,
         }
-        why, keys = "", layout
-        for mode in MODES:
-            keys = {**placed, **layout, "activation_checkpoint.mode": mode}
-            config = case.config(keys)
-            if config is None:
-                why = why or case.conflict(keys)
-            elif not (why := case.unfit(config, "trainer")):
-                break
-        yield keys, why
+        keys = {**placed, **layout}
+        config = case.config(keys)
+        yield keys, case.unfit(config, "trainer") if config else case.conflict(keys)
 
 
 def engines(case: Case, gpus: int, placed: Keys) -> Iterator[tuple[Keys, str]]:

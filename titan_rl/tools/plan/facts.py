@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Facts:
     gpus: Mapping[str, Gpu]
     models: Mapping[str, Mapping[str, Any]]
     rates: Mapping[str, float]
+
+    @cached_property
+    def small(self) -> ModelShape:
+        """Return the shape of the model that was measured."""
+        return self.shape(SMALL)
 
     def matmul(self, gpu: Gpu) -> float:
         """Return the FLOP/s of a GPU's matmuls, at the share of its data sheet that was measured."""

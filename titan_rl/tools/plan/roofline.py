@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import BYTES, Config, LoraSection, ParallelismSection
 from titan_rl.ext.adapters.layers import adapter_parameters
 from titan_rl.preflight.memory import by_formula, cache_bytes_per_token, engine_weights, kept_per_token, needs
-from titan_rl.tools.plan.facts import SMALL, Facts, Gpu
+from titan_rl.tools.plan.facts import Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
@@ -28,6 +28,7 @@ OPTIMIZER_BYTES = 32  # Adam reads and writes weights and moments, and reads gra
 DRAWN = 512  # quantiles that stand for a distribution
 
 
+@lru_cache(maxsize=64)  # a plan asks for the same ones again and again
 def drawn(spread: Spread, n: int = DRAWN) -> np.ndarray:
     """Return n quantiles of a distribution in an order that is always the same."""
     return np.random.default_rng(0).permutation([spread.quantile((i + 0.5) / n) for i in range(n)])
@@ -162,7 +163,7 @@ class Roofline:
         }
         place = {name: seconds / p.context_parallel_degree for name, seconds in place.items()}
         device = sum(place.values()) * t.local_batch_size * t.seq_len
-        host = facts.rates["small_launches"] * shape.n_layers / facts.shape(SMALL).n_layers * (not self.on_cpu)
+        host = facts.rates["small_launches"] * shape.n_layers / facts.small.n_layers * (not self.on_cpu)
         cut, shards, link = by_formula(shape, p, c.lora), p.shards, self.link(p.shards, tp)
         gathered = 2 * each * cut.whole * (shards - 1) / shards / link
         if t.enable_cpu_offload:
@@ -198,7 +199,7 @@ class Roofline:
         """Return the seconds of a place's attention, forward and backward, at the rate of the measured small model. It
         grows with the number of keys to which the place attends, and a little less for many keys, where it is more
         efficient."""
-        facts, small, shape = self.facts, self.facts.shape(SMALL), self.shape
+        facts, small, shape = self.facts, self.facts.small, self.shape
         fixed = facts.rates["attention_start"]
         longer = (self.keys + fixed) / (facts.rates["small_keys"] + fixed)
         wider = shape.n_layers * shape.n_heads * shape.head_dim / (small.n_layers * small.n_heads * small.head_dim)
@@ -224,7 +225,7 @@ class Roofline:
     def kernels_per_byte(self) -> float:
         """Return the seconds of all other kernels per byte that the operations of a block save, from the measured small
         model, scaled by the rate of the GPU's memory."""
-        facts, small = self.facts, self.facts.shape(SMALL)
+        facts, small = self.facts, self.facts.small
         plain = replace(self.config, lora=LoraSection())
         kept = small.n_layers * kept_per_token(plain, small, ParallelismSection(), "none")
         measured, places = facts.rates["small_kernels"] - facts.rates["small_attention"], facts.rates["small_places"]
@@ -250,7 +251,7 @@ class Roofline:
             "switch_s": {
                 "write, verify weights": own / rates["write"] + verified,
                 "weights between nodes": crossed if colocated else 0.0,
-                "wake": rates["wake"] * colocated,
+                "wake": rates["wake"] * (colocated and bool(c.placement.sleep)),
             },
         }
 
@@ -289,7 +290,7 @@ class StepTime:
 def step_time(line: Roofline) -> StepTime:
     """Estimate a step without a simulation: for ranking, and to name terms."""
     c, rates, work, e = line.config, line.rates, line.work, line.rates.engine
-    r, t, dp = c.rollout, c.training, c.parallelism.dp
+    r, t = c.rollout, c.training
     samples, replicas = r.groups_per_step * r.group_size, c.generator.replicas
     depth = 0 if c.placement.kind == "colocated" else r.steps_ahead + (t.stream_groups > 0)
     own = math.ceil(samples / replicas) * max(1, depth)
@@ -310,24 +311,37 @@ def step_time(line: Roofline) -> StepTime:
         "environment": rates.environment.mean * work.turns.mean * (not depth),
         "write, verify weights": rates.sync.switch_s,
     }
-    tokens = work.answer.mean * work.turns.mean
-    filled = samples * (tokens + line.read) + r.groups_per_step * work.prompt.mean * line.prompt_copies
-    padding = min(0.5, tokens / 2 / t.seq_len)
-    places = max(filled * (1 + padding) / dp, t.seq_len)
-    count = math.ceil(places / (t.seq_len * t.local_batch_size))
-    trainer = {name: seconds * places for name, seconds in line.trainer["place_s"].items()}
-    for key, times in (("microbatch_s", count), ("update_s", c.algorithm.minibatches)):
-        for name, seconds in line.trainer[key].items():
-            trainer[name] = trainer.get(name, 0.0) + seconds * times
-    scores = c.algorithm.needs_reference + (c.algorithm.proximal == "trainer" and c.algorithm.minibatches > 1)
-    trainer["scores"] = scores * places * rates.trainer.score_s
-    trainer["pack weights"] = rates.sync.publish_s
+    places = filled_places(line)
+    trainer = {**update_terms(line, places), "pack weights": rates.sync.publish_s}
     if depth == 0:
         engine["weights between nodes"] = rates.sync.fetch_s
     step_s = e.step_s + slots * (e.host_s + float(context.mean()) * e.context_s)
     step_s += max(e.read_s(slots), slots * e.sequence_s)
     longest = step_s * float(lengths.max()) + rates.environment.mean * work.turns.mean
     return StepTime(trainer, engine, depth > 0, depth, len(alive) / d, places, longest, rates.step_s)
+
+
+def filled_places(line: Roofline) -> float:
+    """Return the places of a step's rows that a dp row computes, with their padding."""
+    c, work, seq_len = line.config, line.work, line.config.training.seq_len
+    r, tokens = c.rollout, work.answer.mean * work.turns.mean
+    filled = r.groups_per_step * r.group_size * (tokens + line.read)
+    filled += r.groups_per_step * work.prompt.mean * line.prompt_copies
+    padding = min(0.5, tokens / 2 / seq_len)
+    return max(filled * (1 + padding) / c.parallelism.dp, seq_len)
+
+
+def update_terms(line: Roofline, places: float) -> dict[str, float]:
+    """Return the seconds of a dp row's updates in a step of this number of places, by term."""
+    a, t, sides = line.config.algorithm, line.config.training, line.trainer
+    count = math.ceil(places / (t.seq_len * t.local_batch_size))
+    terms = {name: seconds * places for name, seconds in sides["place_s"].items()}
+    for key, times in (("microbatch_s", count), ("update_s", a.minibatches)):
+        for name, seconds in sides[key].items():
+            terms[name] = terms.get(name, 0.0) + seconds * times
+    scores = a.needs_reference + (a.proximal == "trainer" and a.minibatches > 1)
+    terms["scores"] = scores * places * sum(sides["score_s"].values())
+    return terms
 
 
 def _alive(lengths: np.ndarray, slots: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from support.folders import write_header, write_hf, write_models
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
 from support.shipped_configs import REPRESENTATIVES, features, slow_except
-from titan_rl.config.auto import on_device
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.ext.run_plan import sharding
@@ -65,7 +65,7 @@ def assets(folder: Path, shape: ModelShape) -> list[str]:
 @pytest.fixture(scope="module")
 def cuts() -> dict[str, ShardedModel]:
     """How TorchTitan cuts the models of all GPU configs, by "config mesh". It is imported once for all of them."""
-    configs = {name: on_device(load(find(name)), "cuda") for name in GPU_CONFIGS}
+    configs = {name: resolved(load(find(name)), "cuda") for name in GPU_CONFIGS}
     asked = {name: sharding.questions(config, GPU_CONFIGS[name][0]) for name, config in configs.items()}
     return sharding.ask_titan({f"{name} {mesh}": each for name in asked for mesh, each in asked[name].items()})
 
