@@ -1,4 +1,4 @@
-"""Samples over switches of weights, with vLLM's asynchronous scheduling or without, in a process that has no other engine."""
+"""Samples over switches of weights, with vLLM's asynchronous scheduling or without, in a process with one engine."""
 
 import json
 from collections.abc import Sequence
