@@ -15,12 +15,12 @@ from titan_rl.actors.model_rank import ModelRank
 from titan_rl.actors.titan import document_attention
 from titan_rl.actors.titan import model as titan_model
 from titan_rl.actors.titan.role_model import Policy, RoleModel
-from titan_rl.config.auto import on_device
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, ParallelismSection, PlacementSection
 from titan_rl.preflight.shapes import shape_of
 
 CUDA = torch.device("cuda", 0)
-USUAL = on_device(Config(), "cuda")
+USUAL = resolved(Config(), "cuda", gather_fits=False)  # with FSDP2 on one rank too
 OFFLOADED = replace(USUAL, training=replace(USUAL.training, enable_cpu_offload=True))
 
 

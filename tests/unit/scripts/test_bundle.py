@@ -1,13 +1,14 @@
 """scripts/bundle.py: packed with a network, installed without one; a damaged bundle installs nothing."""
 
-import ensurepip
 import json
 import re
 import shutil
 import struct
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import cuda_code
 import pytest
@@ -35,8 +36,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     checkout = clone(folder)
     checkout.add_torch()
-    for wheel in Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"):
-        shutil.copy(wheel, checkout.wheels)
+    pip = distribution("pip")  # no index has it here, and some systems' ensurepip keeps its wheel elsewhere
+    with ZipFile(checkout.wheels / f"pip-{pip.version}-py3-none-any.whl", "w") as wheel:
+        for file in pip.files or ():
+            if file.parts[0].startswith("pip") and file.suffix != ".pyc":
+                wheel.write(file.locate(), str(file))
     done = packed(checkout, folder / "out", "--piece-mb", str(PIECE_MB))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "out"

@@ -224,7 +224,7 @@ def test_the_8b_presets_step() -> None:
         sum(colocated.trainer.values()) + sum(colocated.engine.values()) + colocated.rest
     )
     assert ours.seconds < colocated.seconds < 2 * ours.seconds
-    assert waiting.engine["host between decode steps"] > ours.engine["host between decode steps"]
+    assert waiting.decode_steps > ours.decode_steps
 
 
 def test_more_lag_and_longer_answers() -> None:
@@ -303,7 +303,12 @@ def test_a_dense_model_reads_all_its_weights() -> None:
 
 def test_the_host_of_a_decode_step_grows_with_its_sequences() -> None:
     facts, rates = read_facts().rates, line_of("Qwen3-0.6B", "prompt 300, answer 1000").rates.engine
-    assert (rates.step_s, rates.host_s) == (facts["gap"], facts["gap_sequence"])
+    assert (rates.gap_s, rates.host_s) == (facts["gap"], facts["gap_sequence"])
+    ahead, alone = replace(rates, ahead=True), replace(rates, ahead=False)
+    for n, tokens in ((1, 1000), (64, 40_000), (512, 500_000)):
+        host_s, device_s = alone.waited_s(n, tokens), alone.device_s(n, tokens)
+        assert host_s == facts["gap"] + n * facts["gap_sequence"]
+        assert device_s + ahead.waited_s(n, tokens) == pytest.approx(max(host_s, device_s))
 
 
 def test_a_version_goes_through_all_ports_of_a_node() -> None:

@@ -64,6 +64,15 @@ def test_a_step_of_an_engine_grows_with_its_context() -> None:
     assert run.prefix_hits == pytest.approx(32 / (2 * PROMPT))
 
 
+@pytest.mark.parametrize("host", [0.0, 0.004, 0.00405, 0.5])
+def test_an_engine_that_schedules_ahead_takes_the_longer_of_host_and_device(host: float) -> None:
+    """The device's part of a step grows past the host's in the middle of the answers, or never does."""
+    engine = EngineRates(0.0, weights_s=0.004, context_s=1e-6, prefill_s=PREFILL, gap_s=host, ahead=True)
+    run = simulate(config(size=2), replace(RATES, engine=engine), WORK, steps=1)
+    steps = sum(max(host, 0.004 + 1e-6 * 2 * (PROMPT + k)) for k in range(ANSWER))
+    assert times(run, "generate") == pytest.approx([(PROMPT + 1) * PREFILL + steps])
+
+
 @pytest.mark.parametrize("answer", [100, 1000])
 def test_with_a_lag_a_step_takes_as_long_as_the_slower_side(answer: int) -> None:
     """Trainers update and publish; groups are sampled for two steps while one of them is trained and synced."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, repeat
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import Any, cast
 
 from titan_rl.actors.vllm.engine import Done
@@ -238,22 +238,42 @@ class EngineModel:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def _first(self) -> float:
-        """Return the seconds of the next step."""
+        """Return the seconds of the next step, of which none is the host's if it works ahead."""
         rates, n = self._rates, len(self._running)
-        products = max(rates.read_s(n), n * rates.sequence_s)
-        return rates.step_s + n * rates.host_s + products + self._context * rates.context_s
+        alone = float(rates.device_s(n, self._context))
+        return alone if rates.ahead else alone + float(rates.waited_s(n, self._context))
+
+    def _waiting_steps(self) -> tuple[float, float]:
+        """Return how many of the next steps are as long as the host's part of them, and the seconds of that part. Later
+        ones read more keys and values."""
+        rates, n, growth = self._rates, len(self._running), self._growth
+        host_s = rates.gap_s + n * rates.host_s if rates.ahead else 0.0
+        shorter = max(0.0, host_s - self._first())
+        if not growth:
+            return inf if shorter else 0.0, host_s
+        return float(ceil(shorter / growth)), host_s
+
+    @property
+    def _growth(self) -> float:
+        return self._rates.context_s * len(self._running)
 
     def _seconds(self, steps: int) -> float:
         """Return the seconds of the next steps."""
-        return steps * self._first() + self._rates.context_s * len(self._running) * steps * (steps - 1) / 2
+        waiting, host_s = self._waiting_steps()
+        flat = min(waiting, steps)
+        first, left = self._first() + flat * self._growth, steps - flat
+        return flat * host_s + left * first + self._growth * left * (left - 1) / 2
 
     def _steps(self, seconds: float) -> float:
         """Return how many of the next steps take these seconds: the inverse of `_seconds`."""
         if seconds <= 0:
             return 0.0
-        growth = self._rates.context_s * len(self._running)
-        linear = self._first() - growth / 2
-        return 2 * seconds / (linear + sqrt(linear * linear + 2 * growth * seconds))
+        waiting, host_s = self._waiting_steps()
+        if waiting and seconds <= waiting * host_s:
+            return seconds / host_s
+        left, growth = seconds - waiting * host_s, self._growth
+        linear = self._first() + waiting * growth - growth / 2
+        return waiting + 2 * left / (linear + sqrt(linear * linear + 2 * growth * left))
 
     # -- samples ------------------------------------------------------------------------------------------------
 

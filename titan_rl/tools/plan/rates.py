@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config
 from titan_rl.wire.cores import usable_cores
@@ -39,10 +41,11 @@ NOTHING = Spread(0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """Seconds of one replica. A decode step of n sequences takes
-    step_s + n * host_s + max(read_s(n), n * sequence_s) + tokens * context_s."""
+    """Seconds of one replica. A decode step of n sequences takes the device
+    step_s + max(read_s(n), n * sequence_s) + tokens * context_s, and the host gap_s + n * host_s: one after the other,
+    or at the same time if the host works `ahead` (generator.async_scheduling)."""
 
-    step_s: float  # at any batch: launches, scheduler, sampler
+    step_s: float  # at any batch: launches; of a measured run the host's part too
     weights_s: float = 0.0  # at least, of its products: the weights that every token meets are read once
     sequence_s: float = 0.0  # products of one sequence's token
     context_s: float = 0.0  # keys and values of one token
@@ -51,7 +54,9 @@ class EngineRates:
     block: int = 1  # tokens; contexts share whole blocks
     start_s: float = 60.0  # until a new replica serves
     cores: float = 0.0  # that it keeps busy, of Rates.cores
+    gap_s: float = 0.0  # scheduler and outputs of a step
     host_s: float = 0.0  # scheduler and outputs of one sequence
+    ahead: bool = False
     experts_s: float = 0.0  # all experts are read once
     passed_over: float = 0.0  # share of the experts that a token does not meet
 
@@ -59,6 +64,15 @@ class EngineRates:
         """Return the seconds in which a step of n tokens reads its weights. It reads an expert if a token meets it; the
         router chooses all with equal chances. `n` may be an array."""
         return self.weights_s + self.experts_s * (1 - self.passed_over**n)
+
+    def device_s(self, n: Any, tokens: Any) -> Any:
+        """Return the device's seconds of a step of n sequences, which hold so many tokens. Both may be arrays."""
+        return self.step_s + np.maximum(self.read_s(n), n * self.sequence_s) + tokens * self.context_s
+
+    def waited_s(self, n: Any, tokens: Any) -> Any:
+        """Return the seconds of such a step in which the device waits for the host."""
+        host_s = self.gap_s + n * self.host_s
+        return np.maximum(0.0, host_s - self.device_s(n, tokens)) if self.ahead else host_s
 
 
 @dataclass(frozen=True, slots=True)

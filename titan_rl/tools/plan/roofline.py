@@ -82,6 +82,7 @@ class Roofline:
                 block=block,
                 start_s=started,
                 cores=busy[0],
+                ahead=self.config.generator.async_scheduling is True,
                 passed_over=1 - self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0,
             ),
             TrainerRates(**trainer, cores=busy[1]),
@@ -127,7 +128,8 @@ class Roofline:
         experts = 3 * shape.n_layers * shape.experts * shape.dim * shape.hidden_dim * each // tp
         sampler = 4 * shape.vocab_size * facts.rates["sampler"] / hbm
         return {
-            "step_s": {"host between decode steps": facts.rates["gap"], "all-reduces": small},
+            "step_s": {"all-reduces": small},
+            "gap_s": {"host between decode steps": facts.rates["gap"]},
             "host_s": {"host between decode steps": facts.rates["gap_sequence"]},
             "weights_s": {"decode products": (engine_weights(c, shape).nbytes - unread - experts) / hbm},
             "experts_s": {"decode products": experts / hbm},
@@ -306,7 +308,7 @@ def step_time(line: Roofline) -> StepTime:
         "decode products": float(products.sum()) / d,
         "decode attention": float((lengths * context).sum()) * e.context_s / d,
         **{name: len(alive) * seconds / d for name, seconds in line.engine["step_s"].items()},
-        "host between decode steps": (len(alive) * line.facts.rates["gap"] + float(alive.sum()) * e.host_s) / d,
+        "host between decode steps": float(e.waited_s(alive, alive * context.mean()).sum()) / d,
         "prefill": (prompts + again) * e.prefill_s,
         "environment": rates.environment.mean * work.turns.mean * (not depth),
         "write, verify weights": rates.sync.switch_s,
@@ -315,8 +317,8 @@ def step_time(line: Roofline) -> StepTime:
     trainer = {**update_terms(line, places), "pack weights": rates.sync.publish_s}
     if depth == 0:
         engine["weights between nodes"] = rates.sync.fetch_s
-    step_s = e.step_s + slots * (e.host_s + float(context.mean()) * e.context_s)
-    step_s += max(e.read_s(slots), slots * e.sequence_s)
+    held = slots * float(context.mean())
+    step_s = float(e.device_s(slots, held) + e.waited_s(slots, held))
     longest = step_s * float(lengths.max()) + rates.environment.mean * work.turns.mean
     return StepTime(trainer, engine, depth > 0, depth, len(alive) / d, places, longest, rates.step_s)
 
