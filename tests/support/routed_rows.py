@@ -84,6 +84,7 @@ def replayed(folder: Path, case: Case) -> dict[str, Any]:
             for start in range(0, len(batch.microbatches), size):
                 model.accumulate(replace(batch, microbatches=batch.microbatches[start : start + size]))
             if step == 0:
+                model.reshard()  # the parameters have the gradients then
                 gates = [_whole(q.grad) for name, q in model.model.named_parameters() if ".gate." in name]
             stats = model.phase.update(batch, 1.0)
             steps.append([stats.loss, stats.grad_norm])
