@@ -64,7 +64,8 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory(dir=a.venv.absolute().parent, prefix="bundle.") as folder:
         with tarfile.open(fileobj=Joined([bundle / name for name in facts["pieces"]]), mode="r|") as tar:  # pyright: ignore
-            tar.extractall(folder, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+            tar.extractall(folder)
         install(a.venv, Path(folder), nvidia if facts["needs_nvidia"] else None)
     print(f"install: titan_rl is in {a.venv}: {a.venv}/bin/python -m titan_rl doctor")
     return 0
