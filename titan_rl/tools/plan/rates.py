@@ -66,7 +66,7 @@ class EngineRates:
         return self.weights_s + self.experts_s * (1 - self.passed_over**n)
 
     def device_s(self, n: Any, tokens: Any) -> Any:
-        """Return the device's seconds of a step of n sequences, which hold so many tokens. Both may be arrays."""
+        """Return the device's seconds of a step of n sequences with `tokens` in the cache. Both may be arrays."""
         return self.step_s + np.maximum(self.read_s(n), n * self.sequence_s) + tokens * self.context_s
 
     def waited_s(self, n: Any, tokens: Any) -> Any:
