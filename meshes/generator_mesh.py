@@ -17,6 +17,7 @@ from monarch.actor import HostMesh
 
 from titan_rl.actors.vllm.engine import EngineInfo, EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
+from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all
 from titan_rl.meshes.healing import Fleet, Make
@@ -81,6 +82,11 @@ class GeneratorMesh(Fleet):
         for replica in self.replicas.values():
             self.serve(replica)
         return info
+
+    async def layouts(self) -> list[LiveLayout]:
+        """Return the parameters of each tensor-parallel rank, and what fills them. All replicas have the same."""
+        replica, seconds = next(iter(self.replicas.values())), self._policy.init_seconds
+        return await ask_all(replica.calls("layout"), verb="layout", seconds=replica.patience(seconds))
 
     async def places(self) -> list[str]:
         """Return where each rank is: ranks of equal places can map each other's memory."""

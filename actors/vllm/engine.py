@@ -42,9 +42,11 @@ from titan_rl.actors.vllm.vllm_args import (
     quantization_args,
     sampling_params,
 )
+from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request, Sampling
@@ -72,6 +74,7 @@ class EngineSettings(GeneratorSection):
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
+    shape: ModelShape | None = None  # of the model that a weight sync fills; None: no sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ class Engine:
         self._adapters.begin(self._llm)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
+        self.layout = LiveLayout({}, []) if settings.shape is None else self._learned(settings.shape)
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
         self.info = EngineInfo(os.getpid(), shapes, "V2" if config.use_v2_model_runner else "V1")
 
@@ -343,11 +347,19 @@ class Engine:
         set_version."""
 
         def live(model: Any) -> "dict[str, Tensor]":
-            own = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
+            buffers = [(name, b) for name, b in model.named_buffers() if name in self.layout.shapes]
+            every = (*model.named_parameters(), *buffers)
+            own = {name.replace(".base_layer.", "."): p.detach() for name, p in every}
             return own | self._adapters.tensors(model, slot)
 
         (tensors,) = self._llm.apply_model(live)
         return tensors
+
+    def _learned(self, shape: ModelShape) -> LiveLayout:
+        """Return what fills this rank's parameters, and the buffers that vLLM's loader writes."""
+        from titan_rl.actors.vllm.learned_plan import learned_layout
+
+        return learned_layout(self._llm.vllm_config, shape)
 
     def _buffer_sums(self) -> dict[str, str]:
         (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))

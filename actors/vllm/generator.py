@@ -26,6 +26,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from titan_rl.actors import meeting
 from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings, gpu_memory
+from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.cores import here
@@ -106,6 +107,11 @@ class Generator(Actor):
     async def take(self, within: float | None = None) -> list[Done]:
         """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done."""
         return await self._or_end(drain(self._done, within))
+
+    @concurrent_endpoint
+    async def layout(self) -> LiveLayout:
+        """Return this rank's parameters and what fills them, without adapters."""
+        return self._engine.layout
 
     @concurrent_endpoint
     async def place(self) -> str:

@@ -19,21 +19,48 @@ SCALE = "_scale"  # vLLM's suffix of the parameter with the scales of an fp8 wei
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
 
 
-def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> list[Piece]:
-    """Return what fills the parameters of one tensor-parallel rank; with `lora` also its adapters, after all else."""
-    result = []
-    for param, parts in _live(shape, tp, lora):
+@dataclass(frozen=True, slots=True)
+class LiveLayout:
+    """The parameters of one tensor-parallel rank, by vLLM's names and in its order, and what fills them."""
+
+    shapes: dict[str, tuple[int, ...]]
+    pieces: list[Piece]
+
+    def with_adapters(self, shape: ModelShape, lora: LoraSection | None) -> "LiveLayout":
+        """Return the layout with a run's adapters after all else."""
+        if lora is None:
+            return self
+        shapes, pieces = dict(self.shapes), list(self.pieces)
+        make = needed_part("parameters of adapters", "lora.rank")
+        for param, size, piece in make(self.pieces, lora, shape):
+            shapes[param] = size
+            pieces += [piece] if piece else []
+        return LiveLayout(shapes, pieces)
+
+
+def planned_layout(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> LiveLayout:
+    """Return the layout of a rank as a plan assumes it, without vLLM. A run learns it (learned_plan.py)."""
+    shapes, found = dict[str, tuple[int, ...]](), list[Piece]()
+    for param, parts in _parameters(shape, tp):
+        rows = sum(part.height for part in parts)
+        if param.endswith((W13, W2)):  # rows of one expert after the other
+            shapes[param] = shape.experts, rows // shape.experts, parts[0].width
+        else:
+            shapes[param] = (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
         dst_row0 = 0
         for part in parts:
-            if not part.name:
-                continue
             row0 = part.height * (rank * part.row_cuts // tp)
             col0 = part.width * (rank * part.col_cuts // tp)
             rows = min(part.height, part.rows - row0)  # the rest of the height is vocabulary padding
             if rows > 0:
-                result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
+                found.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
             dst_row0 += part.height
-    return result
+    return LiveLayout(shapes, found).with_adapters(shape, lora)
+
+
+def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> list[Piece]:
+    """Return what fills the parameters of one tensor-parallel rank; with `lora` also its adapters, after all else."""
+    return planned_layout(shape, tp=tp, rank=rank, lora=lora).pieces
 
 
 def adapters_in(slot: int, pieces: Iterable[Piece]) -> list[Piece]:
@@ -51,39 +78,25 @@ def is_quantized(param: str) -> bool:
     return param.endswith("_proj.weight")
 
 
-def live_shapes(
-    shape: ModelShape, tp: int, quantization: Quantization, lora: LoraSection | None = None
-) -> dict[str, tuple[int, ...]]:
+def live_shapes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a live model. vLLM transposes fp8 weights, and keeps a scale of each row."""
-    shapes = param_shapes(shape, tp, lora)
     if quantization != "fp8":
-        return shapes
+        return dict(shapes)
     quantized = {name: size for name, size in shapes.items() if is_quantized(name)}
     codes = {name: (cols, rows) for name, (rows, cols) in quantized.items()}
-    return shapes | codes | {name + SCALE: (rows, 1) for name, (rows, _) in quantized.items()}
+    return {**shapes, **codes, **{name + SCALE: (rows, 1) for name, (rows, _) in quantized.items()}}
 
 
 def param_shapes(shape: ModelShape, tp: int, lora: LoraSection | None = None) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
-
-    def local(param: str, parts: list[LivePart]) -> tuple[int, ...]:
-        rows = sum(part.height for part in parts)
-        if param.endswith((W13, W2)):  # rows of one expert after the other
-            return shape.experts, rows // shape.experts, parts[0].width
-        return (rows,) if parts[0].cols == 1 and ".lora_" not in param else (rows, parts[0].width)
-
-    return {param: local(param, parts) for param, parts in _live(shape, tp, lora)}
+    return planned_layout(shape, tp=tp, rank=0, lora=lora).shapes
 
 
 def verify_complete(
-    live: Mapping[str, tuple[int, ...]],
-    shape: ModelShape,
-    tp: int,
-    quantization: Quantization = "none",
-    lora: LoraSection | None = None,
+    live: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], quantization: Quantization = "none"
 ) -> None:
-    """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
-    expected = live_shapes(shape, tp, quantization, lora)
+    """Raise unless a live model has exactly the parameters of a layout, in their shapes."""
+    expected = live_shapes(shapes, quantization)
     wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
     for name, size in expected.items():
         if name not in live:
@@ -92,15 +105,15 @@ def verify_complete(
             wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
     if wrong:
         raise ValueError(
-            f"the generator's parameters differ from the plan for {shape.family} at tensor parallelism {tp}: "
-            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
+            f"the generator's parameters differ from what its loader fills: {', '.join(wrong)}. "
+            "A shape of (0,) means that vLLM repacked the weight after loading."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LivePart:
     """A Hugging Face tensor in a live parameter, cut into equal parts by rows or columns. Each rank has one part; if
-    there are fewer cuts than ranks, neighbouring ranks share one. Without a name: zeros that no sync writes."""
+    there are fewer cuts than ranks, neighbouring ranks share one."""
 
     name: str
     rows: int
@@ -116,12 +129,6 @@ class LivePart:
     @property
     def width(self) -> int:
         return self.cols // self.col_cuts
-
-
-def _live(shape: ModelShape, tp: int, lora: LoraSection | None) -> Iterator[tuple[str, list[LivePart]]]:
-    yield from _parameters(shape, tp)
-    if lora is not None:
-        yield from needed_part("parameters of adapters", "lora.rank")(_parameters(shape, tp), lora, shape)
 
 
 def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[LivePart]]]:

@@ -44,7 +44,8 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.v1.attention.selector import get_attn_backend
 
-    from titan_rl.actors.vllm.vllm_params import verify_complete
+    from titan_rl.actors.vllm.learned_plan import learned_layout
+    from titan_rl.actors.vllm.vllm_params import param_shapes, pieces, verify_complete
     from titan_rl.wire.model_shape import shape_of_folder
 
     g = replace(config.generator, tensor_parallel_degree=1)
@@ -61,7 +62,11 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
             model = initialize_model(decided)
         attention = get_attn_backend(decided.model_config.get_head_size(), getattr(torch, g.dtype), "auto").get_name()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    verify_complete(shapes, shape_of_folder(folder, "folder"), 1)
+    shape = shape_of_folder(folder, "folder")
+    verify_complete(shapes, param_shapes(shape, 1))
+    learned = learned_layout(decided, shape)
+    assert sorted(map(repr, learned.pieces)) == sorted(map(repr, pieces(shape, tp=1, rank=0)))
+    verify_complete(shapes, learned.shapes)
     return {
         "v2": bool(decided.use_v2_model_runner),
         "attention": attention,

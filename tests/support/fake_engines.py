@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.weight_layouts import TINY
 from titan_rl.actors.vllm.engine import Done, EngineSettings
+from titan_rl.actors.vllm.vllm_params import LiveLayout, planned_layout
 from titan_rl.config.sections import FaultSection
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import Make
@@ -61,6 +63,9 @@ class FakeEngine:
     async def do_start(self) -> None: ...
 
     async def do_close(self) -> None: ...
+
+    async def do_layout(self) -> LiveLayout:
+        return planned_layout(TINY, tp=1, rank=0)
 
     async def do_place(self) -> str:
         return "here"

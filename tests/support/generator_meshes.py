@@ -61,7 +61,9 @@ def started(
     asynchronous: bool = False,
 ) -> Iterator[Running]:
     model.save_pretrained(folder)
+    shape = shape_of_folder(str(folder), "model")
     settings = EngineSettings(
+        shape=shape,
         model_dir=str(folder),
         max_model_len=longest,
         max_num_seqs=256,
@@ -69,7 +71,7 @@ def started(
         tensor_parallel_degree=tp,
         load_format="auto",
         async_scheduling=asynchronous,
-        adapters=engine_adapters(lora.in_vllm, shape_of_folder(str(folder), "model"), 1),
+        adapters=engine_adapters(lora.in_vllm, shape, 1),
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:

@@ -1,42 +1,95 @@
-"""Compares the planned live parameters with the parameters that vLLM's loader makes from the same tensors."""
+"""Compares the parameters that vLLM's loader makes with what the learned layout makes from the same tensors."""
 
 import json
-from dataclasses import replace
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.weight_layouts import TINY, execute, hf_sizes
+from support.weight_layouts import execute
 from titan_rl.actors.imports import import_vllm_model
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT
-from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
+from titan_rl.actors.vllm.vllm_params import planned_layout
+from titan_rl.wire.model_families import BY_MODEL_TYPE
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Shard, plan
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED_EXPERTS: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+FAMILIES: dict[str, dict[str, Any]] = {  # by model_type: keys that are not drawn
+    "qwen3_moe": {
+        **EXPERTS,
+        "num_experts": 5,
+        "head_dim": 32,
+    },  # the first: vLLM makes its experts' group of ranks once
+    "glm4_moe": {**SHARED_EXPERTS, "head_dim": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **SHARED_EXPERTS,
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 32},
+        **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64},
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    },
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"head_dim": 32},
+    "smollm3": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": {},
+    "glm4": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32},
+}
+MADE_AFTER_LOADING = {"deepseek_v3": {"W_UK_T", "W_UV"}}  # a run on such an engine is refused
+TIED = ("llama", "qwen2", "qwen3", "smollm3", "glm4", "gemma3_text", "gemma4_text")
 
-def write_models(folder: Path) -> None:
-    """Write models of every family. One key/value head over two ranks and a vocabulary of 100 test replication and
-    padding."""
-    from safetensors.numpy import save_file
 
-    rng = np.random.default_rng(0)
-    for family in ("llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"):
-        routed: dict[str, Any] = {"experts": 5, "experts_per_token": 2} if family == "qwen3_moe" else {}
-        for tied in (False,) if routed else (False, True):
-            shape = replace(TINY, family=family, tied=tied, dim=128 if family == "qwen2" else TINY.dim, **routed)
-            model = folder / "models" / f"{family}-{'tied' if tied else 'untied'}"
-            model.mkdir(parents=True)
-            (model / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
-            tensors = {name: rng.random(size, np.float32) for name, size in hf_sizes(shape).items()}
-            vectors = {name: w[:, 0] if w.shape[1] == 1 else w for name, w in tensors.items()}
-            save_file(vectors, model / "model.safetensors", metadata={"format": "pt"})
+class Folder:
+    """The tensors of a folder whose family has no entry."""
+
+    def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        self.hf_tensors = self.folder_tensors = lambda: sizes
+        self.fused = self.stacked = dict
+
+
+def write_models(folder: str, seed: int | str) -> None:
+    """Write a model of every family, with sizes that are drawn from a seed. One key/value head over two ranks and an
+    odd vocabulary test replication and padding."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    for i, (family, keys) in enumerate(FAMILIES.items()):
+        draw = random.Random(f"{seed} {family}")
+        kv_heads = draw.choice([1, 2, 4])
+        heads = kv_heads * draw.choice([2, 4])
+        if family == "deepseek_v3":
+            kv_heads = heads
+        drawn = {
+            "vocab_size": draw.choice([100, 128, 131]),
+            "hidden_size": heads * 32,
+            "intermediate_size": draw.choice([64, 96, 160]),
+            "num_hidden_layers": draw.choice([2, 3]),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": family in TIED and draw.random() < 0.5,
+            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        }
+        if family == "gemma4_text":
+            drawn["vocab_size_per_layer_input"] = drawn["vocab_size"]
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**drawn | keys), dtype=torch.float32)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.uniform_()
+        model.save_pretrained(Path(folder, "models", f"{i:02} {family}"))
 
 
 def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
-    """Compare vLLM's loader with the plan, from the same files, bit for bit. Runs in a separate process. In
-    bfloat16 on a GPU, as its engines run: the layout may depend on it."""
+    """Compare vLLM's loader with the learned layout, from the same files, bit for bit, and the learned layout with the
+    planned one. Runs in a separate process. In bfloat16 on a GPU, as its engines run: the layout may depend on it."""
     import torch
     from safetensors.torch import load_file
     from vllm import EngineArgs
@@ -44,6 +97,8 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader import get_model
     from vllm.platforms import current_platform
+
+    from titan_rl.actors.vllm.learned_plan import learned_layout
 
     on_cpu = current_platform.is_cpu()
     if on_cpu:
@@ -59,8 +114,7 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
     def bits(tensor: Any) -> np.ndarray:
         return tensor.detach().to(dtype).view(torch.int32 if on_cpu else torch.int16).numpy()
 
-    # First the model with experts: vLLM makes their group of ranks only where it knows of any.
-    models = sorted(Path(folder, "models").iterdir(), key=lambda path: "moe" not in path.name)
+    models = sorted(Path(folder, "models").iterdir())
     for model_dir in models:
         import_vllm_model(str(model_dir))
         config = EngineArgs(
@@ -79,17 +133,31 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
                 init_distributed_environment(tp, rank, f"file://{folder}/rendezvous", rank, "gloo")
                 initialize_model_parallel(tp)
             model = get_model(vllm_config=config)
-        shape = ModelShape.from_hf(json.loads((model_dir / "config.json").read_text()))
-        parameters = dict(model.named_parameters())
-        assert all(param.is_contiguous() and param.dtype == dtype for param in parameters.values())
-        loaded = {name: bits(param) for name, param in parameters.items()}
-        assert {name: w.shape for name, w in loaded.items()} == param_shapes(shape, tp)
-
         stored = load_file(model_dir / "model.safetensors")
+        hf_config = json.loads((model_dir / "config.json").read_text())
+        known = hf_config["model_type"] in BY_MODEL_TYPE
+        shape: Any = ModelShape.from_hf(hf_config) if known else Folder({n: tuple(w.shape) for n, w in stored.items()})
+        learned = learned_layout(config, shape)
+
+        parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+        parameters = {name: parameters[name] for name in learned.shapes}
+        added = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name not in learned.shapes}
+        assert added == MADE_AFTER_LOADING.get(hf_config["model_type"], set()), model_dir.name
+        assert all(param.is_contiguous() for param in parameters.values())
+        loaded = {name: bits(param) for name, param in parameters.items()}
+        assert {name: w.shape for name, w in loaded.items()} == learned.shapes
+        if known:
+            planned = planned_layout(shape, tp=tp, rank=rank)
+            assert planned.shapes == learned.shapes
+            assert sorted(map(repr, planned.pieces)) == sorted(map(repr, learned.pieces)), model_dir.name
+
+        for one, parts in shape.fused().items():
+            sizes = [shape.hf_tensors()[part][0] for part in parts]
+            stored |= zip(parts, stored.pop(one).split(sizes), strict=True)
         tensors = {name: bits(w.reshape(len(w), -1)) for name, w in stored.items()}
         trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
         live = {name: np.zeros_like(w.reshape(-1, w.shape[-1] if w.ndim > 1 else 1)) for name, w in loaded.items()}
-        execute(plan(trainer, [pieces(shape, tp=tp, rank=rank)]), [tensors], [live])
+        execute(plan(trainer, [learned.pieces]), [tensors], [live])
         for name, values in loaded.items():
             np.testing.assert_array_equal(live[name].reshape(values.shape), values, err_msg=name)
     print(f"{len(models)} models equal")

@@ -18,7 +18,7 @@ from support.engine_runs import finish, gap, run, run_checks, withdraw_all
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
+from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.ext.adapters.layers import SLOT_RANKS, adapter_parameters
 from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
@@ -50,7 +50,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def loaded(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32}
-    return Engine(EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape), **room))
+    return Engine(EngineSettings(model_dir=str(folder), shape=shape, adapters=SlotAdapters(LORA, shape), **room))
 
 
 class Trainer:
@@ -68,7 +68,7 @@ class Trainer:
         self.base = load_file(folder / "model.safetensors")
         self.adapters = adapters(model, shape, LORA, 0)
         self.held = self.base | self.adapters
-        run = plan([shards(self.held)], [pieces(shape, tp=1, rank=0, lora=LORA)]).outgoing(0)[0]
+        run = plan([shards(self.held)], [engine.layout.with_adapters(shape, LORA).pieces]).outgoing(0)[0]
         self.staging = Staging(self.held, {0: run}, float32, block_bytes=BLOCK, view=partial(applied, scale=LORA.scale))
         source = Source(0, self.staging.offer(remote=False)[0], run, "float32", BLOCK)
         self.landing = Landing(engine.params(), [source], WeightSyncSection(delta=True))
@@ -111,7 +111,7 @@ def check_the_engine_has_what_the_plan_fills(loaded: Engine, shape: ModelShape) 
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == SLOT_RANKS
-    verify_complete(loaded.info.shapes, shape, 1, lora=LORA)
+    verify_complete(loaded.info.shapes, loaded.layout.with_adapters(shape, LORA).shapes)
 
 
 def check_log_probs_are_those_of_the_merged_model_after_every_update(trainer: Trainer, model: Any) -> None:

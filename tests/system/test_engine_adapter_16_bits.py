@@ -14,7 +14,6 @@ from support.engine_runs import run, run_checks
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
 from titan_rl.wire.model_shape import ModelShape
@@ -77,13 +76,13 @@ def check_the_change_of_one_step_arrives(folder: Path, model: Any, shape: ModelS
     from titan_rl.ext.adapters.ranks.merged import applied
 
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32, "dtype": "bfloat16"}
-    engine = Engine(EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape), **room))
+    engine = Engine(EngineSettings(model_dir=str(folder), shape=shape, adapters=SlotAdapters(LORA, shape), **room))
     own = adapters(model, shape, LORA, 1)
     for name, tensor in own.items():
         if name.endswith(LORA_B):
             tensor.zero_()
     held = load_file(folder / "model.safetensors") | own
-    copies = plan([shards(held)], [pieces(shape, tp=1, rank=0, lora=LORA)]).outgoing(0)[0]
+    copies = plan([shards(held)], [engine.layout.with_adapters(shape, LORA).pieces]).outgoing(0)[0]
     staging = Staging(held, {0: copies}, torch.bfloat16, block_bytes=1 << 10, view=partial(applied, scale=LORA.scale))
     source = Source(0, staging.offer(remote=False)[0], copies, "bfloat16", 1 << 10)
     landing = Landing(engine.params(), [source], WeightSyncSection())

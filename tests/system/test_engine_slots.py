@@ -25,7 +25,7 @@ from support.engine_runs import (
 from support.lora_weights import adapters, merged, shards
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import adapters_in, in_slot, pieces
+from titan_rl.actors.vllm.vllm_params import adapters_in, in_slot
 from titan_rl.config.sections import LoraSection, WeightSyncSection
 from titan_rl.ext.adapters.layers import adapter_parameters
 from titan_rl.ext.adapters.ranks.vllm_adapter import SlotAdapters
@@ -55,7 +55,9 @@ def model() -> Any:
 def engine(folder: Path, shape: ModelShape) -> Engine:
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_mb": 32}
     room["async_scheduling"] = asynchronous()
-    settings = EngineSettings(model_dir=str(folder), adapters=SlotAdapters(LORA, shape, slots=SLOTS), **room)
+    settings = EngineSettings(
+        model_dir=str(folder), shape=shape, adapters=SlotAdapters(LORA, shape, slots=SLOTS), **room
+    )
     return Engine(settings)
 
 
@@ -72,7 +74,7 @@ class Policies:
 
         self.engine, self.model, self.shape = engine, model, shape
         base = load_file(folder / "model.safetensors")
-        wanted = pieces(shape, tp=1, rank=0, lora=LORA)
+        wanted = engine.layout.with_adapters(shape, LORA).pieces
         self.held, self.stagings, self.landings, self.sources, self.serial = [], [], [], [], 0
         for slot in range(SLOTS):
             held = adapters(model, shape, LORA, slot) | ({} if slot else base)

@@ -22,7 +22,7 @@ from bench.family_ranks import tensors_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
+from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Request, Sampling
 from titan_rl.wire.weight_plan import Shard, plan
@@ -30,11 +30,11 @@ from titan_rl.wire.weight_source import Source
 
 quantized, *folders = [Path(folder) for folder in sys.argv[1:]]
 shape = shape_of_folder(str(quantized), "folder")
-engine = Engine(EngineSettings(model_dir=str(quantized), max_model_len=128, kv_cache_memory_mb=32))
-verify_complete(engine.info.shapes, shape, 1)
+engine = Engine(EngineSettings(model_dir=str(quantized), max_model_len=128, kv_cache_memory_mb=32, shape=shape))
+verify_complete(engine.info.shapes, engine.layout.shapes)
 weights = {name: w.clone() for name, w in tensors_of(folders[0], shape).items()}
 shards = [Shard(name, 0, len(w), 0, w[0].numel()) for name, w in weights.items()]
-copies = plan([shards], [pieces(shape, tp=1, rank=0)]).outgoing(0)
+copies = plan([shards], [engine.layout.pieces]).outgoing(0)
 staging = Staging(weights, copies, torch.float32, block_bytes=1 << 14)
 landing = Landing(engine.params(), [Source(0, staging.offer(remote=False)[0], copies[0], "float32", 1 << 14)])
 

@@ -13,29 +13,36 @@ import json, sys
 import torch
 from safetensors.torch import load_file
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
+from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Request, Sampling
 
 folder, quantization, dtype, how = sys.argv[1:]
+shape = shape_of_folder(folder, "folder")
 loads = {"load_format": "auto"} if how == "loaded" else {}
 settings = EngineSettings(
-    model_dir=folder, max_model_len=128, kv_cache_memory_mb=32, dtype=dtype, quantization=quantization, **loads
+    model_dir=folder,
+    max_model_len=128,
+    kv_cache_memory_mb=32,
+    dtype=dtype,
+    quantization=quantization,
+    shape=shape,
+    **loads,
 )
 engine = Engine(settings)
 if how == "landed":
     import asyncio
     from titan_rl.actors.sync.landing import Landing
     from titan_rl.actors.sync.staging import Staging
-    from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
-    from titan_rl.wire.model_shape import shape_of_folder
+    from titan_rl.actors.vllm.vllm_params import verify_complete
     from titan_rl.wire.weight_plan import Shard, plan
     from titan_rl.wire.weight_source import Source
 
-    shape = shape_of_folder(folder, "folder")
-    verify_complete(engine.info.shapes, shape, 1, quantization)
+    layout = engine.layout
+    verify_complete(engine.info.shapes, layout.shapes, quantization)
     weights = load_file(folder + "/model.safetensors")
     weights = {name: w.clone() for name, w in weights.items() if name in shape.hf_tensors()}
     shards = [Shard(name, 0, len(w), 0, w[0].numel()) for name, w in weights.items()]
-    copies = plan([shards], [pieces(shape, tp=1, rank=0)]).outgoing(0)
+    copies = plan([shards], [layout.pieces]).outgoing(0)
     staging = Staging(weights, copies, getattr(torch, dtype), block_bytes=1 << 14)
     source = Source(0, staging.offer(remote=False)[0], copies[0], dtype, 1 << 14)
     landing = Landing(engine.params(), [source], quantization=quantization)

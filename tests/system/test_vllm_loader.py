@@ -1,4 +1,4 @@
-"""The planned live parameters, compared with the parameters that vLLM's loader makes from the same tensors."""
+"""The learned layout of live parameters, compared with the parameters that vLLM's loader makes from the same tensors."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from support.forked_programs import output_of
-from support.loaded_weights import write_models
+from support.loaded_weights import FAMILIES
 
 COMPARE = f"""
 import os
 os.environ["VLLM_DIST_IDENT"] = "weight_plan_{os.getpid()}"  # names shared memory; vLLM's CPU worker would set it
 sys.path.append({str(Path(__file__).parents[1])!r})
-from support.loaded_weights import compare_with_vllm
-compare_with_vllm(*sys.argv[1:])
+from support.loaded_weights import compare_with_vllm, write_models
 """
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
-    write_models(tmp_path)
+def test_the_learned_layout_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
+    output_of("generator", COMPARE + "write_models(*sys.argv[1:])", tmp_path, tp)
+    compare = COMPARE + "compare_with_vllm(*sys.argv[1:])"
     with ThreadPoolExecutor() as ranks:
-        outputs = ranks.map(lambda rank: output_of("generator", COMPARE, tmp_path, tp, rank), range(tp))
-    assert all("9 models equal" in output for output in outputs)
+        outputs = list(ranks.map(lambda rank: output_of("generator", compare, tmp_path, tp, rank), range(tp)))
+    assert all(f"{len(FAMILIES)} models equal" in output for output in outputs)

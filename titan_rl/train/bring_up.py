@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -268,6 +269,7 @@ async def _generators(
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len, "quantization": quantization},
         model_dir=str(setup.model_folder),
+        shape=setup.shape,
         block_size=BLOCK_TOKENS[setup.device],
         sleeps=config.placement.kind == "colocated" and bool(config.placement.sleep) and not loaded,
         load_format="auto" if loaded else "dummy",
@@ -286,8 +288,9 @@ async def _generators(
             policy=generator_policy(config, incidents),
         )
         ranks = await mesh.start()
-        for rank in ranks:
-            verify_complete(rank.shapes, setup.shape, tp, quantization, lora)
+        filled = [layout.with_adapters(setup.shape, lora) for layout in await mesh.layouts()]
+        for rank, layout in zip(ranks, cycle(filled)):
+            verify_complete(rank.shapes, layout.shapes, quantization)
         if loaded:
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from titan_rl.actors.vllm.vllm_params import adapters_in, pieces
+from titan_rl.actors.vllm.vllm_params import adapters_in
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import REFUSED
@@ -157,8 +157,10 @@ class WeightSync:
         tp, sync, lora = config.generator.tensor_parallel_degree, config.weight_sync, config.lora.in_vllm
         if lora is not None:
             sync = replace(sync, delta=True)  # adapters are what changes
-        layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
-        wanted = [pieces(shape, tp=tp, rank=rank, lora=lora) for rank in range(tp)]
+        layout, places, filled = await asyncio.gather(
+            self._trainers.shards(), self._generators.places(), self._generators.layouts()
+        )
+        wanted = [rank.with_adapters(shape, lora).pieces for rank in filled]
         if self._all[0] is not self:
             layout = [[shard for shard in shards if is_adapter(shard.name)] for shards in layout]
             wanted = [adapters_in(self._generators.slot, pieces) for pieces in wanted]

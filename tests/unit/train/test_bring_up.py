@@ -13,6 +13,7 @@ import pytest
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineInfo
+from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.toml import find, load, shipped
 from titan_rl.meshes import deaths
 from titan_rl.meshes.spawn import process_group
@@ -146,6 +147,9 @@ class Started:
     async def start(self) -> list[EngineInfo]:
         await self._note("generator")
         return [EngineInfo(1, {}, "V2")]
+
+    async def layouts(self) -> list[LiveLayout]:
+        return []
 
     async def sleep(self) -> None:
         self.events.append("generator sleeps")

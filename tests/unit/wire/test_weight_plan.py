@@ -271,10 +271,10 @@ def test_impossible_tensor_parallelism_names_the_key(change: dict[str, int], tp:
 
 def test_the_live_model_must_be_the_planned_one() -> None:
     live = param_shapes(TINY, 1)
-    verify_complete(live, TINY, 1)
+    verify_complete(live, live)
     with pytest.raises(ValueError, match=r"lm_head\.weight \(not in the plan\)"):
-        verify_complete(live, replace(TINY, tied=True), 1)
+        verify_complete(live, param_shapes(replace(TINY, tied=True), 1))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_norm\.weight \(not in the model\)"):
-        verify_complete(live, replace(TINY, family="qwen3"), 1)
+        verify_complete(live, param_shapes(replace(TINY, family="qwen3"), 1))
     with pytest.raises(ValueError, match=r"norm\.weight \(expected shape \(64,\), found \(0,\)\)"):
-        verify_complete(live | {"model.norm.weight": (0,)}, TINY, 1)
+        verify_complete(live | {"model.norm.weight": (0,)}, live)

@@ -1,24 +1,33 @@
 """The parameters that vLLM adds to a model for adapters, and the tensors that fill them."""
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
 
-from titan_rl.actors.vllm.vllm_params import LivePart
 from titan_rl.config.sections import LoraSection
 from titan_rl.ext.adapters.layers import adapted, adapter_names
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.weight_plan import Piece
 
 
 def live_adapters(
-    parameters: Iterable[tuple[str, list[LivePart]]], lora: LoraSection, shape: ModelShape
-) -> Iterator[tuple[str, list[LivePart]]]:
-    """Yield A and B of each part of every layer that vLLM wraps because a part has an adapter. A is cut as the layer's
-    columns are, B as its rows. `parameters`: the model's own."""
+    pieces: Iterable[Piece], lora: LoraSection, shape: ModelShape
+) -> Iterator[tuple[str, tuple[int, int], Piece | None]]:
+    """Yield A and B of each part of every layer that vLLM wraps because a part has an adapter, with their sizes. A is
+    cut as the layer's columns are, B as its rows. `pieces`: the model's own. A part without an adapter stays zero."""
     ends = tuple(f".{layer}.weight" for layer in adapted(shape, lora))
-    for param, parts in parameters:
+    for param, group in groupby(pieces, attrgetter("param")):
+        parts = list(group)
         if not any(part.name.endswith(ends) for part in parts):
             continue
+        if len({part.name for part in parts}) < len(parts):
+            raise ValueError(f"[lora] targets: expected layers that vLLM does not cut into strips, found {param}")
         layer = param.removesuffix(".weight")
         for i, part in enumerate(parts):
-            a, b = adapter_names(part.name) if part.name.endswith(ends) else ("", "")
-            yield f"{layer}.lora_a.{i}", [LivePart(a, lora.rank, part.cols, col_cuts=part.col_cuts)]
-            yield f"{layer}.lora_b.{i}", [LivePart(b, part.rows, lora.rank, row_cuts=part.row_cuts)]
+            a, b = f"{layer}.lora_a.{i}", f"{layer}.lora_b.{i}"
+            name_a, name_b = adapter_names(part.name)
+            has = part.name.endswith(ends)
+            of_a = Piece(a, 0, 0, name_a, 0, lora.rank, part.col0, part.cols) if has else None
+            of_b = Piece(b, 0, 0, name_b, part.row0, part.rows, 0, lora.rank) if has else None
+            yield a, (lora.rank, part.cols), of_a
+            yield b, (part.rows, lora.rank), of_b

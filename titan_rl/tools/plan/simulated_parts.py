@@ -14,7 +14,7 @@ import numpy as np
 
 from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.actors.vllm.generator import drain
-from titan_rl.actors.vllm.vllm_params import pieces
+from titan_rl.actors.vllm.vllm_params import LiveLayout, pieces, planned_layout
 from titan_rl.batch.experience import Estimate
 from titan_rl.batch.packing import Weighting, fitted
 from titan_rl.config.sections import Config
@@ -115,6 +115,10 @@ class GeneratorRank(Rank):
     @verb
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()
+
+    @verb
+    async def layout(self) -> LiveLayout:
+        return planned_layout(self._run.shape, tp=1, rank=0)
 
     @verb
     async def place(self) -> str:

@@ -47,7 +47,7 @@ class Sync:
         ]
         self.live = {
             name: torch.zeros(size, dtype=torch.float32 if name.endswith(SCALE) else dtype)
-            for name, size in live_shapes(TINY, 1, quantization).items()
+            for name, size in live_shapes(param_shapes(TINY, 1), quantization).items()
         }
         if quantization == "fp8":  # vLLM's: transposed views of rows
             for name, param in self.live.items():
@@ -197,9 +197,9 @@ def test_a_plan_that_leaves_part_of_a_row_is_refused() -> None:
 
 
 def test_the_shapes_of_an_fp8_model_are_verified() -> None:
-    live = live_shapes(TINY, 1, "fp8")
+    live = live_shapes(param_shapes(TINY, 1), "fp8")
     rows, cols = param_shapes(TINY, 1)[QKV]
     assert (live[QKV], live[QKV + SCALE]) == ((cols, rows), (rows, 1))
-    verify_complete(live, TINY, 1, "fp8")
+    verify_complete(live, param_shapes(TINY, 1), "fp8")
     with pytest.raises(ValueError, match=QKV):  # padded or transposed otherwise by another backend
-        verify_complete(live | {QKV: (cols + 16, rows)}, TINY, 1, "fp8")
+        verify_complete(live | {QKV: (cols + 16, rows)}, param_shapes(TINY, 1), "fp8")
