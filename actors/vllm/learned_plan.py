@@ -48,6 +48,10 @@ def _second_model(vllm_config: Any) -> nn.Module:
 
     config = copy(vllm_config)
     config.quant_config = None
+    config.model_config = copy(config.model_config)
+    config.model_config.hf_config = hf_config = copy(config.model_config.hf_config)
+    if getattr(hf_config, "quantization_config", True) is None:  # an override (vllm_args.py) that no loader takes
+        del hf_config.quantization_config
     config.compilation_config = copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []

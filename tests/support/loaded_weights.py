@@ -23,7 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type: keys that are not draw
         **EXPERTS,
         "num_experts": 5,
         "head_dim": 32,
-    },  # the first: vLLM makes its experts' group of ranks once
+    },  # first: vLLM makes the group of experts once
     "glm4_moe": {**SHARED_EXPERTS, "head_dim": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v3": {
         **SHARED_EXPERTS,

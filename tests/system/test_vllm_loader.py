@@ -1,4 +1,4 @@
-"""The learned layout of live parameters, compared with the parameters that vLLM's loader makes from the same tensors."""
+"""The learned layout of live parameters, compared with what vLLM's loader makes from the same tensors."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
