@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -30,14 +31,14 @@ MOST_PIECES = 1 << 12  # of one copy; more means that the loader scatters single
 def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
     """Return the parameters of this process's tensor-parallel rank, and what fills them. Weights in 8 bits are made of
     these after loading."""
-    with torch.device("cpu"):  # where memory that is never touched is never allocated
+    with torch.device("cpu"):  # where memory that is never touched is never allocated; some layers compute tables
         model = _second_model(vllm_config)
-        folder = {name: torch.empty(size) for name, size in shape.folder_tensors().items()}
+    folder = {name: torch.empty(size, device="meta") for name, size in shape.folder_tensors().items()}
     with CopyRecorder() as recorder:
         model.load_weights(iter(folder.items()))  # type: ignore[operator]
     written = {target.storage for target, _ in recorder.writes}
     live = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if storage_of(b) in written}
-    sources = {storage_of(tensor): Source.of(name, tensor, shape) for name, tensor in folder.items()}
+    sources = dict(_sources(folder, shape))
     pieces = list(explained(live, sources, recorder))
     return LiveLayout({name: tuple(tensor.shape) for name, tensor in live.items()}, pieces)
 
@@ -76,6 +77,11 @@ class Region:
         return cls(storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
+@cache
+def _overwrites(func: Any) -> bool:
+    return any(arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments)
+
+
 class CopyRecorder(TorchDispatchMode):
     """Records what would be copied between the storages of tensors, and what would be filled with a constant."""
 
@@ -92,7 +98,7 @@ class CopyRecorder(TorchDispatchMode):
             self._record(args[0], Region.of(source), source)
         elif func in FILLS:
             self._record(args[0], None)
-        elif any(arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments):
+        elif _overwrites(func):
             raise ValueError(f"expected vLLM's loader to copy the folder's elements, found that it computes by {func}")
         else:
             return func(*args, **(kwargs or {}))
@@ -113,20 +119,18 @@ class Source:
     cols: int
     transposed: bool = False  # each block has the transpose of its tensor
 
-    @classmethod
-    def of(cls, name: str, tensor: Tensor, shape: ModelShape) -> "Source":
-        """Find the parts of fused and of stacked tensors by the folder's layout."""
-        sizes = shape.hf_tensors()
-        stacked = shape.stacked().get(name)
-        parts = list(stacked or shape.fused().get(name) or (name,))
-        tables = [(sizes[part][0], prod(sizes[part][1:])) for part in parts]
-        starts = [0]
-        for rows, cols in tables[:-1]:
-            starts.append(starts[-1] + rows * cols)
-        return cls(parts, starts, [rows for rows, _ in tables], tables[0][1], stacked is not None)
-
     def block(self, offset: int) -> int:
         return bisect_right(self.starts, offset) - 1
+
+
+def _sources(folder: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[int, Source]]:
+    """Find the plan's tensors in fused and in stacked tensors, by the folder's layout."""
+    sizes, stacked, fused = shape.hf_tensors(), shape.stacked(), shape.fused()
+    for name, tensor in folder.items():
+        parts = list(stacked.get(name) or fused.get(name) or (name,))
+        tables = [(sizes[part][0], prod(sizes[part][1:])) for part in parts]
+        starts = list(accumulate((rows * cols for rows, cols in tables[:-1]), initial=0))
+        yield storage_of(tensor), Source(parts, starts, [rows for rows, _ in tables], tables[0][1], name in stacked)
 
 
 @dataclass(frozen=True, slots=True)
