@@ -110,7 +110,7 @@ class CopyRecorder(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FolderTensor:
     """A folder's tensor, and the tensors of the weight plan in it: blocks of its storage, one after the other."""
 
     names: list[str]
@@ -123,14 +123,17 @@ class Source:
         return bisect_right(self.starts, offset) - 1
 
 
-def _sources(folder: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[int, Source]]:
+def _sources(folder: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[int, FolderTensor]]:
     """Find the plan's tensors in fused and in stacked tensors, by the folder's layout."""
     sizes, stacked, fused = shape.hf_tensors(), shape.stacked(), shape.fused()
     for name, tensor in folder.items():
         parts = list(stacked.get(name) or fused.get(name) or (name,))
         tables = [(sizes[part][0], prod(sizes[part][1:])) for part in parts]
         starts = list(accumulate((rows * cols for rows, cols in tables[:-1]), initial=0))
-        yield storage_of(tensor), Source(parts, starts, [rows for rows, _ in tables], tables[0][1], name in stacked)
+        yield (
+            storage_of(tensor),
+            FolderTensor(parts, starts, [rows for rows, _ in tables], tables[0][1], name in stacked),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,9 @@ class Box:
         return rows and self.col0 < other.col0 + other.cols and other.col0 < self.col0 + self.cols
 
 
-def explained(live: Mapping[str, Tensor], sources: Mapping[int, Source], recorder: CopyRecorder) -> Iterator[Piece]:
+def explained(
+    live: Mapping[str, Tensor], sources: Mapping[int, FolderTensor], recorder: CopyRecorder
+) -> Iterator[Piece]:
     """Yield the pieces of each parameter. Raise if an element has no source, or two."""
     names = {storage_of(param): name for name, param in live.items()}
     boxes: dict[str, list[Box]] = {name: [] for name in live}
@@ -180,18 +185,20 @@ def explained(live: Mapping[str, Tensor], sources: Mapping[int, Source], recorde
                 yield Piece(name, box.row0, box.col0, box.name, box.from_row, box.rows, box.from_col, box.cols)
 
 
-def _boxes(size: tuple[int, ...], target: Region, source: Region | None, sources: Mapping[int, Source]) -> list[Box]:
+def _boxes(
+    size: tuple[int, ...], target: Region, source: Region | None, sources: Mapping[int, FolderTensor]
+) -> list[Box]:
     """Return the rectangles of one write. Raise a ValueError that describes the write if it has none."""
     width = size[-1] if len(size) > 1 else 1
     if source is None:
-        whole = Source([""], [0], [prod(size) // width], width)
+        whole = FolderTensor([""], [0], [prod(size) // width], width)
         return _rectangles(width, target, target, whole)
     if (tensor := sources.get(source.storage)) is None:
         raise ValueError("computed, not copied")
     return _rectangles(width, target, source, tensor)
 
 
-def _rectangles(width: int, target: Region, source: Region, tensor: Source) -> list[Box]:
+def _rectangles(width: int, target: Region, source: Region, tensor: FolderTensor) -> list[Box]:
     """Cut a copy into rectangles of the target's table, which has `width` columns, and of the source's tables."""
     rows = tensor.rows[tensor.block(source.start)]
     inner = rows if tensor.transposed else tensor.cols  # length of the axis whose elements are neighbours

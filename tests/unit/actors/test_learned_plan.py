@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from titan_rl.actors.vllm import learned_plan
-from titan_rl.actors.vllm.learned_plan import CopyRecorder, Source, explained, storage_of
+from titan_rl.actors.vllm.learned_plan import CopyRecorder, FolderTensor, explained, storage_of
 from titan_rl.wire.weight_plan import Piece
 
 ROWS, COLS = 6, 4
@@ -29,7 +29,9 @@ def learned(load: Callable[[Tensor, Tensor], Any], model: nn.Module | None = Non
     with CopyRecorder() as recorder:
         load(model.w.data, a)
     rows, cols = a.shape
-    return list(explained(dict(model.named_parameters()), {storage_of(a): Source(["a"], [0], [rows], cols)}, recorder))
+    return list(
+        explained(dict(model.named_parameters()), {storage_of(a): FolderTensor(["a"], [0], [rows], cols)}, recorder)
+    )
 
 
 def halves(w: Tensor, a: Tensor) -> None:
@@ -102,7 +104,7 @@ def test_any_cuts_by_views_give_what_the_copies_give(data: st.DataObject) -> Non
         for target, origin in parts():
             param.data[target].copy_(source[origin])
     names, size = [f"e{i}" for i in range(experts)], rows * cols
-    table = Source(names, [i * size for i in range(experts)], [rows] * experts, cols, transposed)
+    table = FolderTensor(names, [i * size for i in range(experts)], [rows] * experts, cols, transposed)
     again = torch.full((experts * rows, cols), -1)
     for p in explained({"p": param}, {storage_of(stack): table}, recorder):
         found = source[names.index(p.name)][p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
