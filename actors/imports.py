@@ -7,10 +7,13 @@ import atexit
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -65,7 +68,36 @@ def import_vllm_model(folder: str) -> None:
     from vllm import ModelRegistry
 
     (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
-    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    with without_torchvision():
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+class Absent(ModuleType):
+    """Stands for a package that is not installed. Its names can be imported; using one raises a TypeError."""
+
+    def __getattr__(self, name: str) -> "Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}")
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """Let modules be imported that name torchvision, where it is not installed: those of models with vision, of which
+    only the text part is used."""
+    if find_spec("torchvision") is not None:
+        yield
+        return
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # remembers that it is missing
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.io")
+    sys.modules.update({name: Absent(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def use_given_threads() -> None:
