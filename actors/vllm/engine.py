@@ -214,7 +214,7 @@ class Engine:
         self._adapters.begin(self._llm)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
-        self.layout = LiveLayout({}, []) if settings.shape is None else self._learned(settings.shape)
+        self._layout = None if settings.shape is None else self._learned(settings.shape)
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
         self.info = EngineInfo(os.getpid(), shapes, "V2" if config.use_v2_model_runner else "V1")
 
@@ -347,13 +347,21 @@ class Engine:
         set_version."""
 
         def live(model: Any) -> "dict[str, Tensor]":
-            buffers = [(name, b) for name, b in model.named_buffers() if name in self.layout.shapes]
+            filled = self._layout.shapes if self._layout else ()
+            buffers = [(name, b) for name, b in model.named_buffers() if name in filled]
             every = (*model.named_parameters(), *buffers)
             own = {name.replace(".base_layer.", "."): p.detach() for name, p in every}
             return own | self._adapters.tensors(model, slot)
 
         (tensors,) = self._llm.apply_model(live)
         return tensors
+
+    @property
+    def layout(self) -> LiveLayout:
+        """Return this rank's parameters, without adapters, and what fills them."""
+        if self._layout is None:
+            raise ValueError("expected EngineSettings.shape of an engine that a weight sync fills, found none")
+        return self._layout
 
     def _learned(self, shape: ModelShape) -> LiveLayout:
         """Return what fills this rank's parameters, and the buffers that vLLM's loader writes."""

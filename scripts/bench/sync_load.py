@@ -70,7 +70,12 @@ async def loading(megabytes: int, repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
         settings = EngineSettings(
-            model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
+            model_dir=folder,
+            shape=shape,
+            max_model_len=512,
+            dtype="bfloat16",
+            max_num_seqs=SAMPLES,
+            kv_cache_memory_mb=256,
         )
         trainers: Any = PackingTrainers("trainer", RANKS, TrainerRank)
         generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)

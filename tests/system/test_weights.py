@@ -85,6 +85,7 @@ async def generators(config: c.Config, folder: str, *, load: bool) -> GeneratorM
     g = config.generator
     settings = EngineSettings(
         model_dir=folder,
+        shape=shape_of(config.model),
         max_model_len=64,
         dtype=g.dtype,
         quantization=g.quantization,
