@@ -140,10 +140,7 @@ class ModelRank(Actor):
     @verb
     async def shards(self) -> list[Shard]:
         """Return the rectangles of tensors that this rank holds: the trainer's half of the weight plan."""
-        from titan_rl.actors.sync.held_shards import shards_of
-
-        model = self._model
-        return shards_of(model.synced, model.names)
+        return self._model.held
 
     @verb
     async def stage(
@@ -162,7 +159,7 @@ class ModelRank(Actor):
             getattr(torch, model.config.generator.dtype),
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
-            view=model.adaptation.packed,
+            view=model.packed,
         )
         with quiet_rdma():
             remote = any(is_remote(place, sync.transport) for place in places)

@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.config import derive, override
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
@@ -89,8 +95,20 @@ def shard_clamped(config: MoE.Config, parallelism: Any) -> None:
     )
 
 
+class Float32Gate(Linear):
+    """Multiplies in float32, also in a forward of 16 bits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
 class Router(TokenChoiceTopKRouter):
-    """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward.
+    """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward. With a
+    bias, those whose sigmoids are the largest after it is added; their weights are without it.
 
     Where the engine's experts are known it takes those, with its own probabilities, so that its gradient stays. They
     are an attribute, because a backward that computes a block again must find what its forward found."""
@@ -109,14 +127,17 @@ class Router(TokenChoiceTopKRouter):
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the weights and the ids of each token's experts, and the probabilities of all."""
-        assert expert_bias_E is None, "a bias would steer the trainer's routes only"
-        probs_BLE = F.softmax(self.gate(x_BLD).float(), dim=-1)
-        _, ids_BLK = torch.topk(probs_BLE, k=self.top_k, dim=-1)
+        logits_BLE = self.gate(x_BLD).float()
+        probs_BLE = F.softmax(logits_BLE, dim=-1) if self.score_func == "softmax" else logits_BLE.sigmoid()
+        choice_BLE = probs_BLE if expert_bias_E is None else probs_BLE + expert_bias_E
+        _, ids_BLK = torch.topk(choice_BLE, k=self.top_k, dim=-1)
         if self.replayed_BLK is not None and self.filled_BL is not None:
             ids_BLK = self._replayed(ids_BLK, self.replayed_BLK, self.filled_BL)
         weights_BLK = probs_BLE.gather(-1, ids_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / weights_BLK.sum(dim=-1, keepdim=True)
+        if self.route_scale != 1:
+            weights_BLK = weights_BLK * self.route_scale
         if self.counted_BL is not None:
             ids = _local(ids_BLK)
             times = _local(_cut_like(self.counted_BL, ids_BLK))[..., None].expand_as(ids)
@@ -163,6 +184,12 @@ class Mixture(MoE):
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
         return super().forward(x_BLD.clone() if self.copies_input else x_BLD)  # a copy waits, and is recorded
+
+
+def route_biases(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the biases of a model's routers. They are buffers, because FSDP2 would round parameters to the dtype of
+    the forward."""
+    return [(name, bias) for name, bias in model.named_buffers() if name.endswith("moe.expert_bias_E")]
 
 
 def set_routes(
@@ -213,18 +240,27 @@ def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) 
     """Return the config of a layer's experts and router. `outer` initializes the two matrices that make_ffn_config
     initializes by depth.
 
-    There is no bias for balancing load: vLLM's model has none, so trainer and generator would take other experts."""
-    init, by_depth = inner["weight"], outer["weight"]
+    A family without a bias in vLLM has none here, so that trainer and generator take the same experts. With one,
+    TorchTitan's coefficient makes the buffer; nothing moves it, because its optimizer's hook is left out (spec.py)."""
+    init, by_depth, biased = inner["weight"], outer["weight"], shape.parts.biased_routes
+    shared = make_ffn_config(
+        dim=shape.dim,
+        hidden_dim=shape.shared_experts * shape.hidden_dim,
+        w1_param_init=inner,
+        w2w3_param_init=outer,
+    )
     config = make_moe_config(
         num_experts=shape.experts,
-        load_balance_coeff=None,
+        load_balance_coeff=1.0 if biased else None,
+        shared_experts=shared if shape.shared_experts else None,
         router=make_router_config(
             dim=shape.dim,
             num_experts=shape.experts,
             gate_param_init=inner,
             top_k=shape.experts_per_token,
-            score_func="softmax",
+            score_func="sigmoid" if biased else "softmax",
             route_norm=shape.norm_routes,
+            route_scale=shape.route_scale,
         ),
         routed_experts=make_routed_experts_config(
             dim=shape.dim,
@@ -242,6 +278,8 @@ def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) 
         config.routed_experts.inner_experts = ClampedExperts.Config(
             dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=begin
         )
+    if biased:
+        config.router.gate = derive(config.router.gate, Float32Gate.Config)
     return derive(config, Mixture.Config)
 
 

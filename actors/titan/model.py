@@ -6,7 +6,7 @@ together with an optimizer (phase.py); the reference, the teacher and the reward
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -37,7 +37,8 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.sync.held_shards import whole
+from titan_rl.actors.sync.halves import Halves
+from titan_rl.actors.sync.held_shards import shards_of, whole
 from titan_rl.actors.titan import (
     compiled_blocks,
     document_attention,
@@ -58,8 +59,9 @@ from titan_rl.config import sections
 from titan_rl.config.auto import resolved, without_fsdp
 from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
+from titan_rl.wire import weight_plan
 from titan_rl.wire.gpus import require_planned_device
-from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
+from titan_rl.wire.model_shape import HF_VALUE_HEAD, ROUTE_BIAS, ModelShape, planned
 from titan_rl.wire.side_columns import RankPart, side_column
 from titan_rl.wire.types import Rows, entries
 
@@ -170,7 +172,7 @@ class TitanModel:
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
         self.row_parts = row_parts(parallelism, self.device.type)
         self.model = self._build()
-        self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()], self.adaptation)
+        self.names = hf_names(self.spec, [name for name, _ in self.tensors], self.adaptation)
 
     @property
     def _offloads(self) -> bool:
@@ -220,10 +222,21 @@ class TitanModel:
         self.adaptation.begin(self.model, config.debug.seed)
 
     @property
-    def synced(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that a weight sync moves."""
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters, and the biases of routers, which stay as they are read."""
+        return [*self.model.named_parameters(), *experts.route_biases(self.model)]
+
+    @property
+    def held(self) -> list[weight_plan.Shard]:
+        """Return the rectangles of this rank that a weight sync moves."""
         self.reshard()
-        return [(name, p) for name, p in self.model.named_parameters() if self.adaptation.syncs(name)]
+        synced = [(name, tensor) for name, tensor in self.tensors if self.adaptation.syncs(name)]
+        return planned(shards_of(synced, self.names), self.shape, self.config.generator.dtype)
+
+    def packed(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return this rank's tensors, by Hugging Face's names, as a weight sync packs them."""
+        tensors, dtype = self.adaptation.packed(params), self.config.generator.dtype
+        return Halves(tensors, self.shape, dtype) if self.shape.halves(dtype) else tensors
 
     def zero_value_head(self) -> None:
         """Set the value head, if the model has one, to zero: every position starts with value 0."""
@@ -350,7 +363,7 @@ class TitanModel:
     def checksum(self) -> int:
         self.reshard()
         total = 0
-        for parameter in self.model.parameters():
+        for _, parameter in self.tensors:
             total = (total * 31 + int(torch.hash_tensor(local(parameter)).item())) % 2**63
         return total
 
@@ -360,7 +373,7 @@ class TitanModel:
         names = self.names
         if self.shape.head == "value":
             names = {**names, "lm_head.weight": HF_VALUE_HEAD}
-        parameters = [(n, p) for n, p in self.model.named_parameters() if not self.adaptation.adds(n)]
+        parameters = [(n, p) for n, p in self.tensors if not self.adaptation.adds(n)]
         wanted = {n: p for n, p in parameters if head or plain(n) != "lm_head.weight"}
         read_shards(Path(folder), wanted, names, self.shape.folder_rows())
 
@@ -380,7 +393,10 @@ class TitanModel:
         with torch.no_grad():
             self.reshard()
             state = self._to_hf(adapter(self.spec, None))
-            state = {name: value.to(written) for name, value in adaptation.merged(state, self.by_hf_name)}
+            state = {
+                name: value if name.endswith(ROUTE_BIAS) else value.to(written)  # which folders have in float32
+                for name, value in adaptation.merged(state, self.by_hf_name)
+            }
             for one, parts in self.shape.fused().items():
                 state[one] = joined([state.pop(part) for part in parts])
             for one in self.shape.stacked():
@@ -398,9 +414,9 @@ class TitanModel:
         adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
 
     @property
-    def by_hf_name(self) -> dict[str, torch.nn.Parameter]:
+    def by_hf_name(self) -> dict[str, torch.Tensor]:
         self.reshard()
-        return {self.names[name]: parameter for name, parameter in self.model.named_parameters()}
+        return {self.names[name]: tensor for name, tensor in self.tensors}
 
     def _to_hf(self, translate: Any) -> dict[str, Any]:
         state = translate.to_hf(self.model.state_dict())
@@ -413,12 +429,12 @@ class FrozenWeights:
     """This rank's shards of a second, frozen set of weights, which are swapped into a model for a forward."""
 
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
-        self._hold(model, list(model.model.parameters()))
+        self._hold(model, [tensor for _, tensor in model.tensors])
         model.read(folder)
         model.adaptation.read(model.model, model.names, "")
         self._exchange()
 
-    def _hold(self, model: TitanModel, parameters: list[torch.nn.Parameter]) -> None:
+    def _hold(self, model: TitanModel, parameters: Sequence[torch.Tensor]) -> None:
         self._model, self._parameters = model, parameters
         model.reshard()
         self._shards = [local(parameter).clone() for parameter in parameters]

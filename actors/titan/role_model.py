@@ -178,9 +178,9 @@ class RoleModel(TitanModel):
             self._policy.phase.wait_for_saving()
 
     def unsound(self) -> list[str]:
-        """Return the parameters of which this rank has a value that is not finite."""
+        """Return the tensors of which this rank has a value that is not finite."""
         self.reshard()
-        return [name for name, p in self.model.named_parameters() if not bool(torch.isfinite(local(p)).all())]
+        return [name for name, p in self.tensors if not bool(torch.isfinite(local(p)).all())]
 
     def close(self) -> None:
         for policy in self._policies.values():

@@ -28,12 +28,17 @@ from titan_rl.actors.titan.adaptation import Adaptation
 from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
 from titan_rl.wire.model_families import BEFORE, NormPlace
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape
 
 NO_DIMENSION = -1
 WHOLE = Adaptation()
+FEED_FORWARD = {"gate": "w1", "down": "w2", "up": "w3"}
 STACKED = "moe.routed_experts.inner_experts."
-GPT_OSS = {  # names in a block
+BIASED_ROUTES = {  # names in a block
+    f"mlp.gate.{ROUTE_BIAS}": "moe.expert_bias_E",
+    **{f"mlp.shared_experts.{x}_proj.weight": f"moe.shared_experts.{w}.weight" for x, w in FEED_FORWARD.items()},
+}
+GPT_OSS = {
     "self_attn.o_proj.bias": "attention.wo.bias",
     "self_attn.sinks": "attention.sinks",
     "mlp.router.weight": "moe.router.gate.weight",
@@ -62,6 +67,8 @@ class Adapter(Qwen3StateDictAdapter):
             del self.from_hf_map[f"model.{layer}.{norm}.weight"]
         for norm, place in self.norms.items():
             self.from_hf_map[f"model.{layer}.{norm}.weight"] = f"{layer}.{place}.weight"
+        for hf, name in BIASED_ROUTES.items():
+            self.from_hf_map[f"model.{layer}.{hf}"] = f"{layer}.{name}"
         if self.gpt_oss:
             del self.from_hf_map[f"model.{layer}.mlp.gate.weight"]
             for hf, name in GPT_OSS.items():
@@ -172,9 +179,10 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
             k_norm=norm(shape, shape.qk_norms["k"], wide=True) if parts.wide_norms else None,
             scale=shape.query_scalar**-0.5 if shape.query_scalar else None,
         )
+    routes = shape.routes(layer)
     feed_forward = make_ffn_config(
         dim=shape.dim,
-        hidden_dim=shape.hidden_dim,
+        hidden_dim=shape.hidden_dim if routes else shape.dense_rows(layer),
         w1_param_init=init.linear,
         w2w3_param_init=init.by_depth(layer),
     )
@@ -187,8 +195,8 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
     kind: Any = family_parts.Block if len(block | missing) > len(missing) else Qwen3TransformerBlock
     return kind.Config(
         attention=attention,
-        feed_forward=None if shape.experts else feed_forward,
-        moe=moe_config(shape, init.linear, init.by_depth(layer)) if shape.experts else None,
+        feed_forward=None if routes else feed_forward,
+        moe=moe_config(shape, init.linear, init.by_depth(layer)) if routes else None,
         **(missing | block),
     )
 

@@ -46,7 +46,7 @@ from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import OF_ROUTER, ModelShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request, Sampling
@@ -344,13 +344,21 @@ class Engine:
 
     def params(self, slot: int = 0) -> "dict[str, Tensor]":
         """Return the live parameters, and the adapter in a slot, to be overwritten in place between suspend and
-        set_version."""
+        set_version. Routers that an engine of 16 bits has in 32 are viewed as halves."""
+        from titan_rl.actors.sync.halves import halves_of
+
+        dtype: Any = self._llm.vllm_config.model_config.dtype
+
+        def viewed(name: str, p: "Tensor") -> "Tensor":
+            halved = name.endswith(OF_ROUTER) and p.dtype.itemsize > dtype.itemsize
+            return halves_of(p, dtype) if halved else p
 
         def live(model: Any) -> "dict[str, Tensor]":
             filled = self._layout.shapes if self._layout else ()
             buffers = [(name, b) for name, b in model.named_buffers() if name in filled]
             every = (*model.named_parameters(), *buffers)
             own = {name.replace(".base_layer.", "."): p.detach() for name, p in every}
+            own = {name: viewed(name, p) for name, p in own.items()}
             return own | self._adapters.tensors(model, slot)
 
         (tensors,) = self._llm.apply_model(live)

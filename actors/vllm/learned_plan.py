@@ -31,7 +31,11 @@ MOST_PIECES = 1 << 12  # of one copy; more means that the loader scatters single
 def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
     """Return the parameters of this process's tensor-parallel rank, and what fills them. Weights in 8 bits are made of
     these after loading."""
-    with torch.device("cpu"):  # where memory that is never touched is never allocated; some layers compute tables
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    dtype = vllm_config.model_config.dtype
+    # Not on the meta device, where layers could not compute their tables. Memory that is not touched is not allocated.
+    with set_default_torch_dtype(dtype), torch.device("cpu"):
         model = _second_model(vllm_config)
     folder = {name: torch.empty(size, device="meta") for name, size in shape.folder_tensors().items()}
     with CopyRecorder() as recorder:
@@ -40,7 +44,14 @@ def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
     live = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if storage_of(b) in written}
     sources = dict(_sources(folder, shape))
     pieces = list(explained(live, sources, recorder))
-    return LiveLayout({name: tuple(tensor.shape) for name, tensor in live.items()}, pieces)
+    layout = LiveLayout({name: tuple(tensor.shape) for name, tensor in live.items()}, pieces)
+    halved = layout.halved(shape, str(dtype).removeprefix("torch."))
+    for name, tensor in live.items():
+        if tensor.dtype != dtype and halved.shapes[name] == layout.shapes[name]:
+            raise ValueError(
+                f"expected parameters in {dtype}, as a weight sync moves them, found {name} {tensor.dtype}"
+            )
+    return halved
 
 
 def _second_model(vllm_config: Any) -> nn.Module:
@@ -74,7 +85,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Region":
-        return cls(storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(storage_of(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 @cache

@@ -6,10 +6,11 @@ ranks. The adapters of a fused layer stay apart (titan_rl/ext/adapters).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, planned
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_plan import Piece, is_adapter
 
@@ -26,6 +27,13 @@ class LiveLayout:
     shapes: dict[str, tuple[int, ...]]
     pieces: list[Piece]
 
+    def halved(self, shape: ModelShape, dtype: str) -> "LiveLayout":
+        """Return the layout of an engine in `dtype`, which may have parameters of 32 bits as two numbers of 16."""
+        if not (ends := shape.halves(dtype)):
+            return self
+        halves = {name: (size[0], 2 * prod(size[1:])) for name, size in self.shapes.items() if name.endswith(ends)}
+        return LiveLayout(self.shapes | halves, planned(self.pieces, shape, dtype))
+
     def with_adapters(self, shape: ModelShape, lora: LoraSection | None) -> "LiveLayout":
         """Return the layout with a run's adapters after all else."""
         if lora is None:
@@ -38,8 +46,11 @@ class LiveLayout:
         return LiveLayout(shapes, pieces)
 
 
-def planned_layout(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> LiveLayout:
-    """Return the layout of a rank as a plan assumes it, without vLLM. A run learns it (learned_plan.py)."""
+def planned_layout(
+    shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None, dtype: str = "float32"
+) -> LiveLayout:
+    """Return the layout of a rank of an engine in `dtype` as a plan assumes it, without vLLM. A run learns it
+    (learned_plan.py)."""
     shapes, found = dict[str, tuple[int, ...]](), list[Piece]()
     for param, parts in _parameters(shape, tp):
         rows = sum(part.height for part in parts)
@@ -55,12 +66,15 @@ def planned_layout(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection |
             if rows > 0:
                 found.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
             dst_row0 += part.height
-    return LiveLayout(shapes, found).with_adapters(shape, lora)
+    return LiveLayout(shapes, found).halved(shape, dtype).with_adapters(shape, lora)
 
 
-def pieces(shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None) -> list[Piece]:
-    """Return what fills the parameters of one tensor-parallel rank; with `lora` also its adapters, after all else."""
-    return planned_layout(shape, tp=tp, rank=rank, lora=lora).pieces
+def pieces(
+    shape: ModelShape, *, tp: int, rank: int, lora: LoraSection | None = None, dtype: str = "float32"
+) -> list[Piece]:
+    """Return what fills the parameters of one tensor-parallel rank of an engine in `dtype`; with `lora` also its
+    adapters, after all else."""
+    return planned_layout(shape, tp=tp, rank=rank, lora=lora, dtype=dtype).pieces
 
 
 def adapters_in(slot: int, pieces: Iterable[Piece]) -> list[Piece]:
@@ -87,9 +101,11 @@ def live_shapes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantizatio
     return {**shapes, **codes, **{name + SCALE: (rows, 1) for name, (rows, _) in quantized.items()}}
 
 
-def param_shapes(shape: ModelShape, tp: int, lora: LoraSection | None = None) -> dict[str, tuple[int, ...]]:
+def param_shapes(
+    shape: ModelShape, tp: int, lora: LoraSection | None = None, dtype: str = "float32"
+) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
-    return planned_layout(shape, tp=tp, rank=0, lora=lora).shapes
+    return planned_layout(shape, tp=tp, rank=0, lora=lora, dtype=dtype).shapes
 
 
 def verify_complete(
@@ -136,6 +152,7 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[LivePart
     vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     kv_cuts = min(shape.n_kv_heads, tp)
     sizes = {"attention heads": shape.n_heads, "feed-forward rows": shape.hidden_dim, "padded vocabulary rows": vocab}
+    sizes["rows of the first layers' feed-forward"] = shape.dense_hidden_dim
     for what, size in sizes.items():
         if size % tp:
             raise ValueError(f"[generator] tensor_parallel_degree: expected a divisor of {size} {what}, found {tp}")
@@ -180,7 +197,7 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[LivePart
             yield f"{at}.{attn}.sinks", [LivePart(f"{at}.self_attn.sinks", shape.n_heads, 1, row_cuts=tp)]
         for x, size in shape.qk_norms.items():
             yield vector(f"{at}.self_attn.{x}_norm.weight", size)
-        yield from _feed_forward(shape, f"{at}.mlp", tp)
+        yield from _feed_forward(shape, layer, f"{at}.mlp", tp)
         for norm in shape.parts.norms:
             yield vector(f"{at}.{norm}.weight", dim)
     yield vector("model.norm.weight", dim)
@@ -188,22 +205,27 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[LivePart
         yield embedding("lm_head.weight")
 
 
-def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[LivePart]]]:
+def _feed_forward(shape: ModelShape, layer: int, at: str, tp: int) -> Iterator[tuple[str, list[LivePart]]]:
     """Yield the parameters of a layer's feed-forward, or of its router and experts. Each rank has a part of each."""
     if shape.parts.clamped_experts:
         yield from _clamped_experts(shape, at, tp)
         return
-    names = [f"{at}.experts.{expert}" for expert in range(shape.experts)] or [at]
-    halves = [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")]
-    into = [LivePart(half, shape.hidden_dim, shape.dim, row_cuts=tp) for half in halves]
-    out = [LivePart(f"{name}.down_proj.weight", shape.dim, shape.hidden_dim, col_cuts=tp) for name in names]
-    if not shape.experts:
-        yield f"{at}.gate_up_proj.weight", into
-        yield f"{at}.down_proj.weight", out
-        return
-    yield f"{at}.gate.weight", [LivePart(f"{at}.gate.weight", shape.experts, shape.dim)]
-    yield f"{at}.experts.{W13}", into
-    yield f"{at}.experts.{W2}", out
+
+    def two(names: list[str], rows: int) -> tuple[list[LivePart], list[LivePart]]:
+        halves = [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")]
+        into = [LivePart(half, rows, shape.dim, row_cuts=tp) for half in halves]
+        return into, [LivePart(f"{name}.down_proj.weight", shape.dim, rows, col_cuts=tp) for name in names]
+
+    rows, routes = shape.dense_rows(layer), shape.routes(layer)
+    if routes:
+        yield f"{at}.gate.weight", [LivePart(f"{at}.gate.weight", shape.experts, shape.dim)]
+        if shape.parts.biased_routes:
+            yield f"{at}.gate.{ROUTE_BIAS}", [LivePart(f"{at}.gate.{ROUTE_BIAS}", shape.experts, 1)]
+        each = two([f"{at}.experts.{expert}" for expert in range(shape.experts)], shape.hidden_dim)
+        yield from zip((f"{at}.experts.{W13}", f"{at}.experts.{W2}"), each, strict=True)
+    if rows:
+        at = f"{at}.shared_experts" if routes else at
+        yield from zip((f"{at}.gate_up_proj.weight", f"{at}.down_proj.weight"), two([at], rows), strict=True)
 
 
 def _clamped_experts(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[LivePart]]]:

@@ -3,6 +3,7 @@ and biases too, so that a forgotten one shows."""
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 SIZES: dict[str, Any] = {
@@ -19,6 +20,27 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GLM_4_5 = {
+    **{"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"num_hidden_layers": 3, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+}
+
+
+def drawn_glm(seed: int) -> dict[str, Any]:
+    """Return odd keys of a GLM-4.5, which no author of the code chose."""
+    random = Random(f"GLM-4.5 {seed}")
+    layers, keys, heads = random.randint(1, 4), random.choice([1, 2, 4]), random.choice([1, 2, 3])
+    experts = random.choice([4, 8, 12])
+    return {
+        **{"num_hidden_layers": layers, "num_key_value_heads": keys, "num_attention_heads": keys * heads},
+        **{"first_k_dense_replace": random.randrange(layers), "n_shared_experts": random.choice([1, 2])},
+        **{"n_routed_experts": experts, "num_experts_per_tok": random.randint(1, experts - 1)},
+        **{"head_dim": random.choice([32, 64, 96]), "hidden_size": random.choice([64, 96, 160])},
+        **{"intermediate_size": random.choice([48, 136]), "moe_intermediate_size": random.choice([16, 48])},
+        **{"vocab_size": random.choice([128, 130, 200]), "routed_scaling_factor": random.choice([1.0, 0.7, 2.5])},
+        **{key: random.random() < 0.5 for key in ("attention_bias", "use_qk_norm", "norm_topk_prob")},
+    }
+
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, keys)
     "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -78,6 +100,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, ke
             "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     ),
+    "GLM-4.5": ("Glm4MoeConfig", GLM_4_5),
+    **{f"GLM-4.5, drawn {seed}": ("Glm4MoeConfig", drawn_glm(seed)) for seed in range(4)},
 }
 
 
@@ -92,7 +116,8 @@ def make_folder(name: str, folder: Path) -> None:
     torch.manual_seed(list(CASES).index(name))
     model = AutoModelForCausalLM.from_config(build(**SIZES | keys), dtype=torch.float32)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        for key, parameter in [*model.named_parameters(), *biases]:
             parameter.normal_(0, 1 if "sinks" in key else 0.1)
             if "norm" in key and not kind.startswith("Gemma"):
                 parameter.add_(1)

@@ -13,7 +13,7 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT
 from titan_rl.actors.vllm.vllm_params import planned_layout
 from titan_rl.wire.model_families import BY_MODEL_TYPE
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import OF_ROUTER, ROUTE_BIAS, ModelShape
 from titan_rl.wire.weight_plan import Shard, plan
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -53,6 +53,8 @@ class Folder:
     def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
         self.hf_tensors = self.folder_tensors = lambda: sizes
         self.fused = self.stacked = dict
+        routes = any(name.endswith(ROUTE_BIAS) for name in sizes)
+        self.halves = lambda dtype: OF_ROUTER if routes and dtype == "bfloat16" else ()
 
 
 def write_models(folder: str, seed: int | str) -> None:
@@ -98,6 +100,7 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
     from vllm.model_executor.model_loader import get_model
     from vllm.platforms import current_platform
 
+    from titan_rl.actors.sync.halves import halves_of
     from titan_rl.actors.vllm.learned_plan import learned_layout
 
     on_cpu = current_platform.is_cpu()
@@ -111,8 +114,12 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
 
     layout: Any = {} if on_cpu else KEPT_LAYOUT
 
-    def bits(tensor: Any) -> np.ndarray:
-        return tensor.detach().to(dtype).view(torch.int32 if on_cpu else torch.int16).numpy()
+    named, integers = ("float32", torch.int32) if on_cpu else ("bfloat16", torch.int16)
+
+    def bits(name: str, tensor: Any) -> np.ndarray:
+        halved = shape.halves(named) and name.endswith(shape.halves(named))
+        viewed = halves_of(tensor.detach().float(), dtype) if halved else tensor.detach().to(dtype)
+        return viewed.view(integers).numpy()
 
     models = sorted(Path(folder, "models").iterdir())
     for model_dir in models:
@@ -144,17 +151,17 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
         added = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name not in learned.shapes}
         assert added == MADE_AFTER_LOADING.get(hf_config["model_type"], set()), model_dir.name
         assert all(param.is_contiguous() for param in parameters.values())
-        loaded = {name: bits(param) for name, param in parameters.items()}
+        loaded = {name: bits(name, param) for name, param in parameters.items()}
         assert {name: w.shape for name, w in loaded.items()} == learned.shapes
         if known:
-            planned = planned_layout(shape, tp=tp, rank=rank)
+            planned = planned_layout(shape, tp=tp, rank=rank, dtype=named)
             assert planned.shapes == learned.shapes
             assert sorted(map(repr, planned.pieces)) == sorted(map(repr, learned.pieces)), model_dir.name
 
         for one, parts in shape.fused().items():
             sizes = [shape.hf_tensors()[part][0] for part in parts]
             stored |= zip(parts, stored.pop(one).split(sizes), strict=True)
-        tensors = {name: bits(w.reshape(len(w), -1)) for name, w in stored.items()}
+        tensors = {name: bits(name, w.reshape(len(w), -1)) for name, w in stored.items()}
         trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
         live = {name: np.zeros_like(w.reshape(-1, w.shape[-1] if w.ndim > 1 else 1)) for name, w in loaded.items()}
         execute(plan(trainer, [learned.pieces]), [tensors], [live])

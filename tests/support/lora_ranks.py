@@ -33,7 +33,6 @@ def trained(
     import torch
     import torch.distributed as dist
 
-    from titan_rl.actors.sync.held_shards import shards_of
     from titan_rl.actors.sync.staging import Staging
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
@@ -45,7 +44,7 @@ def trained(
     made = lora_config(folder, layout, weights, family, base, targets=list(targets))
     shape = shape_of(made.model)
     model = RoleModel("trainer", made, shape, made.parallelism)
-    parameters = dict(model.model.named_parameters())
+    parameters = dict(model.tensors)
     before = {name: local(p).clone() for name, p in parameters.items() if not is_adapter(name)}
     first = whole(parameters)
     model.begin_phase("rl", 0)
@@ -67,12 +66,12 @@ def trained(
 
     params = model.by_hf_name
     layouts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(layouts, shards_of(model.synced, model.names))
+    dist.all_gather_object(layouts, model.held)
     sizes = shape.hf_tensors()
     pieces = [Piece(n, 0, 0, n, 0, size[0], 0, size[1] if len(size) > 1 else 1) for n, size in sizes.items()]
     made_plan = plan(layouts, [pieces])
     outgoing = made_plan.outgoing(dist.get_rank())
-    staging = Staging(params, outgoing, torch.float32, block_bytes=1 << 12, view=model.adaptation.packed)
+    staging = Staging(params, outgoing, torch.float32, block_bytes=1 << 12, view=model.packed)
     staging.pack(1, 0, 1)
     sent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sent, [(outgoing[0], staging.runs[0][0].clone())] if outgoing else [])

@@ -75,7 +75,7 @@ def replayed(folder: Path, case: Case) -> dict[str, Any]:
             samples = groups(step)
             batches = pack(samples, shards=p.dp, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0)
             plain = batches[dist.get_rank() // p.row_ranks]
-            batch = with_routes(plain, drawn(step, shape.n_layers, shape.experts, shape.experts_per_token))
+            batch = with_routes(plain, drawn(step, shape.routed_layers, shape.experts, shape.experts_per_token))
             for name, asked in (("replayed", batch), ("own", plain)):
                 every: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(every, model.scores(asked, 1.0)[0])

@@ -45,6 +45,19 @@ QWEN_30B_A3B = replace(
     norm_routes=True,
     tied=False,
 )
+GLM_AIR = replace(
+    LLAMA_8B,
+    family="glm4_moe",
+    vocab_size=151552,
+    n_layers=46,
+    n_heads=96,
+    hidden_dim=1408,
+    rotary_dim=64,
+    rope_theta=1e6,
+    attention_bias=True,
+    **{"experts": 128, "experts_per_token": 8, "norm_routes": True, "shared_experts": 1},
+    **{"dense_layers": 1, "dense_hidden_dim": 10944},
+)
 QWEN_32B = replace(QWEN_600M, dim=5120, n_layers=64, n_heads=64, hidden_dim=25600, norm_eps=1e-6, tied=False)
 TINY = ModelShape(
     family="qwen3",

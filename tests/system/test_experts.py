@@ -18,7 +18,7 @@ from support.overlays import overlay
 from support.rank_programs import STEPS, Case, train_and_export
 from titan_rl.config.choices import Family
 
-FAMILIES: tuple[Family, ...] = ("qwen3_moe", "gpt_oss")
+FAMILIES: tuple[Family, ...] = ("qwen3_moe", "gpt_oss", "glm4_moe")
 ALONE = Case(family="qwen3_moe", share=False)
 LAYOUTS = {
     2: ("fsdp2_ep2", "tp2_ep2", "tp2"),

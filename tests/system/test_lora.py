@@ -69,7 +69,12 @@ def test_a_mesh_does_not_show_in_the_numbers(layout: str, one: dict[str, Any], w
 
 @pytest.mark.parametrize(
     ("family", "layout", "adapted"),
-    [("qwen3_moe", "fsdp2_tp2_ep2", 4), ("gpt_oss", "fsdp2_ep2", 4), ("qwen2", "tp2", TARGETS)],
+    [
+        ("qwen3_moe", "fsdp2_tp2_ep2", 4),
+        ("glm4_moe", "fsdp2_tp2_ep2", 4),
+        ("gpt_oss", "fsdp2_ep2", 4),
+        ("qwen2", "tp2", TARGETS),
+    ],
 )
 def test_other_families(family: str, layout: str, adapted: int) -> None:
     """Experts stay whole, as do sinks and biases."""

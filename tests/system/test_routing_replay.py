@@ -19,6 +19,9 @@ ACCURACY = 1e-5
 GATES = 1e-8  # their largest gradient is 1e-3
 
 
+BIASED = replace(ALONE, family="glm4_moe", layers=3)  # the first layer has no experts
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     (found,) = on_ranks(1, replay, [ALONE])
@@ -47,6 +50,19 @@ def test_ranks_replay_as_one_does(ranks: int, alone: dict[str, Any]) -> None:
     cases = [replace(ALONE, layout=layout) for layout in LAYOUTS[ranks]]
     for case, found in zip(cases, on_ranks(ranks, replay, cases), strict=True):
         check(found, alone, case.layout)
+
+
+def test_first_layers_without_experts_have_no_routes() -> None:
+    (alone,) = on_ranks(1, replay, [BIASED])
+    for step in alone["metrics"]:
+        assert 0.7 < step["routing/replayed"] < 0.9, "a fifth of the tokens has no known route"
+        assert step["routing/agreement"] == pytest.approx(0.25, abs=0.1), "two of eight experts agree by chance"
+    eager = replace(BIASED, layout="tp2_ep2", flash=True, compute="bfloat16")
+    cases = [replace(BIASED, layout="tp2_ep2"), replace(BIASED, layout="fsdp2", recompute="full")]
+    *same, rounded, traced = on_ranks(2, replay, [*cases, eager, replace(eager, compiled=True, recompute="selective")])
+    for case, found in zip(cases, same, strict=True):
+        check(found, alone, case.layout)
+    assert traced == rounded
 
 
 def test_recomputed_compiled_and_streamed_steps_replay_the_same() -> None:

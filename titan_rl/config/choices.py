@@ -13,8 +13,9 @@ NestedTables = dict[str, dict[str, Scalar | list[Scalar] | Table]]  # by name; a
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Quantization = Literal["none", "fp8", "int8"]
+RoutedFamily = Literal["qwen3_moe", "gpt_oss", "glm4_moe"]
 Family = Literal[
-    "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "glm4", "gemma3", "gpt_oss"
+    "llama3", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "glm4", "gemma3", RoutedFamily
 ]
 FamilyChoice = Literal["auto", Family]
 Level = Literal["token", "sequence"]

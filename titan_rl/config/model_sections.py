@@ -29,11 +29,11 @@ class ModelSection:
     head_dim: int = bounds(0, ge=0, le=2**12)
     """Dimension of a head. 0: dim / n_heads."""
     hidden_dim: int = bounds(384, ge=2, le=2**20)
-    """Hidden size of the feed-forward layers; with qwen3_moe and gpt_oss of each expert."""
+    """Hidden size of the feed-forward layers; in a mixture of experts of each expert."""
     experts: int = bounds(8, ge=1, le=2**14)
-    """Experts in each layer of a mixture of experts (qwen3_moe, gpt_oss)."""
+    """Experts in each layer of a mixture of experts (qwen3_moe, gpt_oss, glm4_moe)."""
     experts_per_token: int = bounds(2, ge=1, le=2**14)
-    """Experts that compute each token, in a mixture of experts (qwen3_moe, gpt_oss)."""
+    """Experts that compute each token, in a mixture of experts (qwen3_moe, gpt_oss, glm4_moe)."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
     enable_weight_tying: bool = False

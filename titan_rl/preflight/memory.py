@@ -140,13 +140,14 @@ def by_formula(shape: ModelShape, p: ParallelismSection, lora: LoraSection = NO_
     """Return how a model is cut where every size divides evenly; a dry run asks TorchTitan (sharding.py)."""
     tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
     again = head_parameters(shape) if shape.tied and tp > 1 else 0  # FSDP2 then gathers a tied weight for both users
-    stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a block, of which a rank gathers its own
+    stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a layer, of which a rank gathers its own
     fewer = stack // tp - stack // ep if ep > 1 else 0
     added = added_parameters(lora, shape).number(tp)
     return ShardedModel(
         held=(shape.parameters // tp + added) // p.shards,
-        whole=(shape.parameters + again) // tp - shape.n_layers * fewer + added,
-        block=block_parameters(shape) // tp - fewer + added // shape.n_layers,
+        whole=(shape.parameters + again) // tp - shape.routed_layers * fewer + added,
+        block=max(block_parameters(shape, i) // tp - shape.routes(i) * fewer for i in shape.kinds)
+        + added // shape.n_layers,
         last=(head_parameters(shape) + again) // tp,
         adapters=added // p.shards,
         adapters_whole=added,
@@ -199,7 +200,7 @@ def trained(
 def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None) -> Estimate:
     """Estimate one rank of a model that only runs forward."""
     t, sharded = config.training, sharded or by_formula(shape, p)
-    layer, each = kept_per_token(config, shape, p, "none"), BYTES[t.dtype]
+    layer, each = max(kept_per_token(config, shape, p, "none", i) for i in shape.kinds), BYTES[t.dtype]
     peak = {
         "gathered weights": gathered(config, p, sharded),
         "activations": MemoryPart(tokens(config, p) * layer, f"{tokens(config, p):,} tokens x {size(layer)}"),
@@ -215,7 +216,7 @@ def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Est
     g = config.generator
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     batch = g.max_num_batched_tokens or max(PREFILL_TOKENS, g.max_num_seqs)
-    wide = (4 * shape.dim + 3 * shape.hidden_per_token // tp) * each
+    wide = (4 * shape.dim + 3 * shape.most_hidden_per_token // tp) * each
     logits = 4 * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
     captured = MemoryPart(config.memory.cuda_graphs_mb << 20, "memory.cuda_graphs_mb")
     graphs = {} if g.enforce_eager else {"graphs": captured}
@@ -243,8 +244,8 @@ def engine_weights(config: Config, shape: ModelShape) -> MemoryPart:
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     if g.quantization != "fp8":
         return MemoryPart(shape.parameters * each // tp, f"{count(shape.parameters)} parameters x {each} / TP {tp}")
-    codes = shape.n_layers * sum(rows * cols for rows, cols in shape.linears)
-    scales = shape.n_layers * sum(rows for rows, _ in shape.linears)
+    codes = sum(rows * cols for rows, cols in shape.linears)
+    scales = sum(rows for rows, _ in shape.linears)
     rest = shape.parameters - codes
     formula = f"({count(codes)} fp8 codes + {count(scales)} scales x 4 + {count(rest)} others x {each}) / TP {tp}"
     return MemoryPart((codes + 4 * scales + rest * each) // tp, formula)
@@ -299,20 +300,26 @@ def unreduced(config: Config, shape: ModelShape, p: ParallelismSection, sharded:
 def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart:
     """Return what the forward keeps for the backward, and what the block needs that the backward works on."""
     mode = config.activation_checkpoint.mode
-    kept, at_work = kept_per_token(config, shape, p, mode), gradients_per_token(config, shape, p)
+    at_work = gradients_per_token(config, shape, p)
     if mode != "none":  # the block is computed again
-        at_work += kept_per_token(config, shape, p, "none")
+        at_work += max(kept_per_token(config, shape, p, "none", i) for i in shape.kinds)
     n = tokens(config, p)
-    formula = f"{n:,} tokens x ({shape.n_layers} layers x {size(kept)} + {size(at_work)} in the backward)"
-    return MemoryPart(n * (shape.n_layers * kept + at_work), formula)
+    kept = [f"{k} layers x {size(kept_per_token(config, shape, p, mode, i))}" for i, k in shape.kinds.items()]
+    formula = f"{n:,} tokens x ({' + '.join(kept)} + {size(at_work)} in the backward)"
+    return MemoryPart(n * (kept_in_blocks(config, shape, p, mode) + at_work), formula)
 
 
-def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
-    """Return the bytes that one block keeps per token: what its operations save for their backward, less weights."""
+def kept_in_blocks(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
+    """Return the bytes that all blocks keep per token."""
+    return sum(count * kept_per_token(config, shape, p, mode, i) for i, count in shape.kinds.items())
+
+
+def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str, layer: int) -> int:
+    """Return the bytes that a block keeps per token: what its operations save for their backward, less weights."""
     each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
     stream = shape.dim * each // tp  # one tensor of the residual stream
     queries, keys = (heads * shape.head_dim * each // tp for heads in (shape.n_heads, shape.n_kv_heads))
-    wide = shape.hidden_dim * each // tp
+    wide, routes = shape.dense_rows(layer) * each // tp, shape.routes(layer)
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
     if config.training.mixed_precision_param == "float32" or shape.parts.sinks:  # SDPA may keep scores too: at most
         attention += 4 * shape.n_heads // tp * config.training.seq_len
@@ -321,16 +328,19 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     if mode == "offload":  # the stream is on the host
         return 0
     added = added_parameters(config.lora, shape).kept_per_token(tp, recomputes=mode == "selective") * each
-    if mode == "selective" and shape.experts:  # their products are computed again
-        return stream + attention + queries + keys + 12 * shape.experts_per_token + added
+    if mode == "selective" and shape.qkv_bias:  # key's projection is kept too
+        added += keys
+    if mode == "selective" and routes:  # their products are computed again
+        shared = wide + stream if wide else 0
+        return stream + attention + queries + keys + 12 * shape.experts_per_token + shared + added
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
         return 2 * stream + attention + queries + keys + wide + added
     norms = len(shape.parts.norms) * (stream + 4)  # the input, and a float32
-    rotary = 8 * shape.head_dim  # its cosines and sines
+    rotary = 8 * (shape.rotary_dim or shape.head_dim)  # its cosines and sines
     if shape.qk_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
-    routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
+    routed = (routed_per_token(config, shape, p) if routes else 0) + 4 * wide
     gathered_keys = 2 * keys * p.context_parallel_degree  # at most: attention keeps whole rows' keys and values
     return norms + rotary + attention + queries + gathered_keys + 2 * stream + routed + added
 
@@ -345,22 +355,23 @@ def block_inputs(config: Config, shape: ModelShape, p: ParallelismSection) -> in
 def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes that router and experts keep per token: probabilities; and for each expert of the token its
     input, its output in float32, its number, place and weights, gate, SiLU, up and product; clamped experts keep gate
-    and up before and after.
+    and up before and after, and a router with a bias its input in float32.
 
     All experts are taken to get equally many tokens. Tensor-parallel ranks route other tokens each if experts are dealt
     to ranks; otherwise all ranks route all tokens, and have a part of each expert."""
     each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
     kept = 7 if shape.parts.clamped_experts else 4
     of_stream, of_hidden = shape.dim * (each + 4) + 32, kept * shape.hidden_dim * each
+    of_router = 4 * shape.experts + 4 + 4 * shape.dim * shape.parts.biased_routes
     if p.expert_parallel_degree > 1:
-        return (4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden)) // tp
-    return 4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden // tp)
+        return (of_router + shape.experts_per_token * (of_stream + of_hidden)) // tp
+    return of_router + shape.experts_per_token * (of_stream + of_hidden // tp)
 
 
 def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes of gradients of activations that are alive at once in a block's backward, at most."""
     each = BYTES[config.training.mixed_precision_param]
-    dense = (2 * shape.dim + 3 * shape.hidden_per_token // p.tensor_parallel_degree) * each
+    dense = (2 * shape.dim + 3 * shape.most_hidden_per_token // p.tensor_parallel_degree) * each
     # per expert, its output as computed, in float32 before and after its weight; and its input
     routed = shape.dim * each + shape.experts_per_token * (shape.dim * (2 * each + 8) + 4)
     return max(dense, routed) if shape.experts else dense
@@ -382,9 +393,8 @@ def head(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart
     return MemoryPart(targets * shape.dim * each + extra, formula)
 
 
-def block_parameters(shape: ModelShape) -> int:
-    own = 0 if shape.tied else head_parameters(shape)
-    return (shape.parameters - shape.vocab_size * shape.dim - own) // shape.n_layers
+def block_parameters(shape: ModelShape, layer: int) -> int:
+    return shape.block_parameters(layer) + shape.dim // shape.n_layers  # with its share of the last norm
 
 
 def head_parameters(shape: ModelShape) -> int:
@@ -629,7 +639,7 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
     """Return the config as ranks on CPUs work with it."""
     one = resolved(config, "cpu", rows=1)
     row = sum(p.world_size * activations(one, shape, p).nbytes for p in trained_meshes(config).values())
-    by_cache = CPU_ELEMENTS // shape.hidden_per_token // config.training.seq_len
+    by_cache = CPU_ELEMENTS // shape.most_hidden_per_token // config.training.seq_len
     meshes = [(config.parallelism, shape)]
     meshes += [(role.parallelism, role_shapes(config, shape)[name]) for name, role in config.roles.items()]
     copies = sum(p.world_size * gathered(one, p, by_formula(each, p)).nbytes for p, each in meshes)

@@ -31,7 +31,9 @@ def shape_of(model: ModelSection) -> ModelShape:
         raise ValueError(f"model.dim: expected {least}, found {model.dim}")
     family = "llama3" if model.name == "auto" else model.name
     parts = FAMILIES[family]
-    routed = parts.experts
+    routed, dense = parts.experts, int(parts.biased_routes and model.n_layers > 1)
+    head_dim = model.head_dim or model.dim // model.n_heads
+    rotary_dim = int(head_dim * parts.rotated_share)
     return ModelShape(
         family=family,
         vocab_size=model.vocab_size,
@@ -39,7 +41,7 @@ def shape_of(model: ModelSection) -> ModelShape:
         n_layers=model.n_layers,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
-        head_dim=model.head_dim or model.dim // model.n_heads,
+        head_dim=head_dim,
         hidden_dim=model.hidden_dim,
         max_seq_len=MAX_SEQ_LEN,
         rope_theta=ROPE_THETA,
@@ -48,6 +50,10 @@ def shape_of(model: ModelSection) -> ModelShape:
         experts=model.experts if routed else 0,
         experts_per_token=model.experts_per_token if routed else 0,
         norm_routes=routed,
+        dense_layers=dense,
+        dense_hidden_dim=model.hidden_dim * (1 + model.experts_per_token) if dense else 0,
+        shared_experts=int(parts.biased_routes),
+        rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
         rope_scaling=YARN if parts.rope_types == ("yarn",) else None,
         sliding_window=parts.default_window if parts.sinks else 0,
         full_layers=tuple(range(1, model.n_layers, 2)) if parts.sinks else (),

@@ -161,6 +161,7 @@ class WeightSync:
             self._trainers.shards(), self._generators.places(), self._generators.layouts()
         )
         wanted = [rank.with_adapters(shape, lora).pieces for rank in filled]
+        dtype = config.generator.dtype
         if self._all[0] is not self:
             layout = [[shard for shard in shards if is_adapter(shard.name)] for shards in layout]
             wanted = [adapters_in(self._generators.slot, pieces) for pieces in wanted]
@@ -171,7 +172,7 @@ class WeightSync:
         staged = await self._trainers.stage(outgoing, sorted(readers), sync)
         sources: list[list[Source]] = [
             PickledOnce(
-                Source(t, staged[t][g], copies, config.generator.dtype, sync.block_kb << 10)
+                Source(t, staged[t][g], copies, dtype, sync.block_kb << 10)
                 for t, copies in self.plan.incoming(g).items()
             )
             for g in range(tp)

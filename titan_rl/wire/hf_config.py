@@ -9,7 +9,15 @@ from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, R
 
 HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # required by transformers
     (
-        ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+        (
+            "tie_word_embeddings",
+            "use_cache",
+            "attention_bias",
+            "mlp_bias",
+            "use_sliding_window",
+            "norm_topk_prob",
+            "use_qk_norm",
+        ),
         (bool,),
         "true or false",
     ),
@@ -25,7 +33,7 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # required
 YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # optional
 MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
 FULL, WINDOW = "full_attention", "sliding_attention"
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SWIGLU_ALPHA, SWIGLU_LIMIT, GPT_OSS_EPS = 1.702, 7.0, 1e-5  # constants of vLLM's gpt-oss
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -40,6 +48,8 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": config.get("rope_theta") or parts_of(config).rope_theta}
     if config.get("partial_rotary_factor"):
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    elif parts_of(config).rotated_share != 1:
+        rope["partial_rotary_factor"] = parts_of(config).rotated_share
     rope |= given.get(FULL, {}) if by_layer(given) else given
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
@@ -119,7 +129,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 def experts_of(config: Mapping[str, Any]) -> Any:
     """Return the number of experts. transformers 5 writes num_local_experts, 4 num_experts."""
-    return config.get("num_experts") or config.get("num_local_experts")
+    return next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
 
 
 def in_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -142,13 +152,15 @@ def _positive(value: Any) -> bool:
 
 
 def _unsupported_heads(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
-    known = list(parts.architectures.values())
+    known, value = list(parts.architectures.values()), parts.architectures.get("value")
     if config.get("architectures") not in [[name] for name in known]:
         yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
-    elif config["architectures"] == [parts.architectures["value"]]:
+    elif config["architectures"] == [value]:
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # transformers' default is 2
         if labels != 1:
             yield refused("num_labels", "1, as a reward is one number", labels)
+    if config.get("tie_word_embeddings") and not parts.ties:
+        yield refused("tie_word_embeddings", f"false, as vLLM ignores it for {known[0]}", True)
 
 
 def _unsupported_sizes(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
@@ -170,16 +182,18 @@ def _unsupported_sizes(config: Mapping[str, Any], parts: FamilyParts) -> Iterato
 
 
 def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
-    """Every layer has the same number of routed experts, and no others; or the model is dense."""
+    """Every layer but the first ones has the same number of routed experts; or the model is dense."""
     counts = {key: config[key] for key in EXPERT_COUNTS if config.get(key)}
     if not parts.experts:
         yield from (refused(key, "a dense model", count) for key, count in counts.items())
         return
     if len(set(map(str, counts.values()))) > 1:
-        yield refused("num_local_experts", f"num_experts = {counts['num_experts']}", counts["num_local_experts"])
+        (first, count), (other, found), *_ = counts.items()
+        yield refused(other, f"{first} = {count}", found)
     experts, each = experts_of(config), config.get("num_experts_per_tok")
     if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
-        yield refused("num_experts", f"a positive integer of at most {MOST_EXPERTS}", experts)
+        key = "n_routed_experts" if parts.biased_routes else "num_experts"
+        yield refused(key, f"a positive integer of at most {MOST_EXPERTS}", experts)
     elif type(each) is not int or not 1 <= each <= experts:
         yield refused("num_experts_per_tok", f"a positive integer of at most num_experts = {experts}", each)
     key = expert_size_key(parts)
@@ -192,10 +206,27 @@ def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Itera
                 yield refused(key, f"{only}, as vLLM computes", config[key])
         if config.get("attention_bias") is False:
             yield refused("attention_bias", "true", False)
+    if parts.biased_routes:
+        yield from _unsupported_biased_routes(config)
     if config.get("decoder_sparse_step", 1) != 1:
         yield refused("decoder_sparse_step", "1: experts in every layer", config["decoder_sparse_step"])
     if config.get("mlp_only_layers"):
         yield refused("mlp_only_layers", "[]: experts in every layer", config["mlp_only_layers"])
+
+
+def _unsupported_biased_routes(config: Mapping[str, Any]) -> Iterator[str]:
+    """The last layer has experts, every token passes shared ones, and a token's experts are chosen among all."""
+    layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
+    if type(dense) is not int or (type(layers) is int and not 0 <= dense < layers):
+        yield refused("first_k_dense_replace", f"0 to {layers} - 1, as vLLM needs a layer with experts", dense)
+    shared = config.get("n_shared_experts", 1)
+    if type(shared) is not int or not 1 <= shared <= MOST_EXPERTS:
+        yield refused("n_shared_experts", f"a positive integer of at most {MOST_EXPERTS}", shared)
+    if not _positive(config.get("routed_scaling_factor", 1.0)):
+        yield refused("routed_scaling_factor", "a number above 0", config["routed_scaling_factor"])
+    for key in ("n_group", "topk_group"):
+        if config.get(key, 1) != 1:
+            yield refused(key, "1: all experts are one group", config[key])
 
 
 def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The families of decoders, by their parts. Trainer, generator, checkpoints and weight sync read this table.
 
 All families have grouped-query attention with rotary embeddings, a gated feed-forward, RMSNorm around both, and no bias
-but those below. In a mixture of experts, the feed-forward of every layer is a router and experts. A new family of such
-parts is one entry here.
+but those below. In a mixture of experts, the feed-forward of every layer, or of all but the first ones, is a router and
+experts. A new family of such parts is one entry here.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class FamilyParts:
     model_type: str  # in config.json
     architectures: dict[Head, str]  # in config.json
     qkv_bias: bool | None = False  # query, key and value projections have biases; None: if attention_bias is true
-    head_norms: bool = False  # RMSNorm over each query and key head
+    head_norms: bool | None = False  # RMSNorm over each query and key head; None: if use_qk_norm is true
     wide_norms: bool = False  # RMSNorm over all query heads at once, and over all key heads
     norms: Mapping[str, NormPlace] = field(default_factory=lambda: BEFORE)  # in a block, by their names in the folder
     norm_offset: float = 0.0  # a norm multiplies by this plus its weight
@@ -57,9 +57,12 @@ class FamilyParts:
     unrotated_layers: bool = False  # no_rope_layers marks layers without rotary embeddings
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     clamped_experts: bool = False  # one tensor for all experts: gate and up in turn, clamped, with biases
+    biased_routes: bool = False  # as DeepSeek V3: see docs/models.md, "What is particular to GLM-4.5?"
     sinks: bool = False  # each head has a logit in its softmax's denominator; all projections have biases
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
     tied: bool = False  # if config.json has no tie_word_embeddings
+    ties: bool = True  # vLLM ties the embedding and the output head where tie_word_embeddings is true
+    rotated_share: float = 1.0  # default partial_rotary_factor
     heads_fill_dim: bool = False  # vLLM takes no head_dim other than hidden_size / num_attention_heads
     derived_sizes: tuple[str, ...] = ()  # keys that config.json may omit: they follow from the other sizes
     rope_types: tuple[RopeType, ...] = ("default", "yarn")
@@ -190,6 +193,18 @@ FAMILIES: dict[Family, FamilyParts] = {
         rope_theta=1.5e5,
         rope_types=("yarn",),
     ),
+    "glm4_moe": FamilyParts(  # GLM-4.5, 4.5-Air, 4.6, 4.7
+        model_type="glm4_moe",
+        architectures={"lm": "Glm4MoeForCausalLM"},
+        qkv_bias=None,
+        head_norms=None,
+        partly_rotated=True,
+        rotated_share=0.5,
+        experts=True,
+        biased_routes=True,
+        ties=False,
+        rope_types=("default",),
+    ),
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
@@ -197,7 +212,18 @@ OTHER_KINDS = {  # why a model_type has no entry
     "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "llama4"),
     "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),
     "model with fused or partly rotated projections": ("phi", "glm", "chatglm", "gpt_neox", "stablelm"),
-    "model with vision": ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "pixtral"),
+    "model with vision": (
+        "gemma3",
+        "mllama",
+        "glm4v",
+        "glm4v_moe",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "mistral3",
+        "llava",
+        "pixtral",
+    ),
     "model with a state-space or linear attention": ("mamba", "mamba2", "falcon_h1", "qwen3_next", "jamba", "bamba"),
 }
 

@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_rl.config.choices import Family
 from titan_rl.config.plain_files import text_of
-from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.wire.hf_config import (
     FULL,
     SWIGLU_ALPHA,
@@ -26,11 +26,14 @@ from titan_rl.wire.hf_config import (
     window_theta_of,
 )
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, Head
-from titan_rl.wire.weight_plan import Piece
+from titan_rl.wire.weight_plan import Piece, Shard
 
 HF_LM_HEAD = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
 MXFP4_BLOCK, BLOCKS, SCALES = 32, "_blocks", "_scales"  # numbers with one exponent; its tensors of 4 and of 8 bits
+ROUTE_BIAS = "e_score_correction_bias"  # end of the name of a router's bias, which only the choice of experts reads
+OF_ROUTER = (".mlp.gate.weight", ROUTE_BIAS)
+Part = TypeVar("Part", Shard, Piece)
 CLAMPED = ("gate_up_proj", "down_proj")  # the matrices of each of gpt-oss's experts; their biases end in _bias
 
 
@@ -44,6 +47,8 @@ class ModelShape:
     n_kv_heads: int
     head_dim: int
     hidden_dim: int  # rows of the feed-forward, or of each expert
+    dense_layers: int = 0  # first layers of a mixture of experts, which have one feed-forward instead
+    dense_hidden_dim: int = 0  # rows of their feed-forward
     max_seq_len: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type", and its keys of config.json
@@ -54,11 +59,14 @@ class ModelShape:
     rotary_dim: int = 0  # first elements of a head that are rotated; 0: all
     query_scalar: int = 0  # scores are divided by its root; 0: head_dim
     attention_bias: bool = False  # query, key and value projections have biases, where the family does not tell
+    use_head_norms: bool = False  # query and key heads have norms, where the family does not tell
     norm_eps: float
     tied: bool
     head: Head = "lm"
     experts: int = 0  # per layer; 0: one feed-forward
     experts_per_token: int = 0
+    shared_experts: int = 0  # which every token passes, besides its own ones
+    route_scale: float = 1.0  # multiplies the weights of a token's experts
     norm_routes: bool = False  # the weights of a token's experts add up to 1
     mxfp4: bool = field(default=False, compare=False)  # the folder has experts in 4 bits; exports do not
 
@@ -70,6 +78,9 @@ class ModelShape:
     def parameters(self) -> int:
         head = self.dim if self.head == "value" else 0 if self.tied else self.vocab_size * self.dim
         embeddings = self.vocab_size * self.dim + head
+        return embeddings + sum(count * self.block_parameters(i) for i, count in self.kinds.items()) + self.dim
+
+    def block_parameters(self, layer: int) -> int:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
         biases = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
         if self.parts.sinks:
@@ -77,15 +88,41 @@ class ModelShape:
         if self.parts.clamped_experts:
             biases += self.experts * (2 * self.hidden_dim + self.dim + 1)
         norms = len(self.parts.norms) * self.dim + sum(self.qk_norms.values())
-        block = attention + norms + biases + self.dim * (3 * self.hidden_dim * (self.experts or 1) + self.experts)
-        return embeddings + self.n_layers * block + self.dim
+        experts = self.experts if self.routes(layer) else 0
+        rows = self.dense_rows(layer) + self.hidden_dim * experts
+        return attention + norms + biases + self.dim * (3 * rows + experts)
+
+    def routes(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def routed_layers(self) -> int:
+        return self.n_layers - self.dense_layers if self.experts else 0
+
+    @property
+    def kinds(self) -> dict[int, int]:
+        """Return how many layers there are of each kind, by the number of the first."""
+        kinds = ((0, self.dense_layers), (self.dense_layers, self.n_layers - self.dense_layers))
+        return {first: count for first, count in kinds if count}
+
+    def dense_rows(self, layer: int) -> int:
+        """Return the rows of a layer's feed-forward that every token passes: of its only one, or of shared experts."""
+        if self.routes(layer):
+            return self.shared_experts * self.hidden_dim
+        return self.dense_hidden_dim if self.experts else self.hidden_dim
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """Return rows and columns of a block's linear layers, fused as vLLM has them, without router and experts."""
+        """Return rows and columns of all blocks' linear layers, fused as vLLM has them, without routers and experts of
+        which a token passes some."""
         queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        dense = [(2 * self.hidden_dim, self.dim), (self.dim, self.hidden_dim)] if not self.experts else []
-        return [(queries + 2 * keys, self.dim), (self.dim, queries), *dense]
+        layers = []
+        for layer in range(self.n_layers):
+            rows = self.dense_rows(layer)
+            layers += [(queries + 2 * keys, self.dim), (self.dim, queries)]
+            layers += [(2 * rows, self.dim), (self.dim, rows)] if rows else []
+        return layers
 
     @property
     def qkv_bias(self) -> bool:
@@ -96,16 +133,25 @@ class ModelShape:
         """Return the sizes of the norms of queries (q) and keys (k)."""
         if self.parts.wide_norms:
             return {"q": self.n_heads * self.head_dim, "k": self.n_kv_heads * self.head_dim}
-        return dict.fromkeys("qk", self.head_dim) if self.parts.head_norms else {}
+        head_norms = self.use_head_norms if self.parts.head_norms is None else self.parts.head_norms
+        return dict.fromkeys("qk", self.head_dim) if head_norms else {}
 
     def window(self, layer: int) -> int:
         """Return the sliding window of a layer; 0: none."""
         return 0 if layer in self.full_layers else self.sliding_window
 
+    def hidden_per_token(self, layer: int) -> int:
+        """Return the rows of a layer's feed-forwards that a token passes."""
+        return self.dense_rows(layer) + (self.hidden_dim * self.experts_per_token if self.routes(layer) else 0)
+
     @property
-    def hidden_per_token(self) -> int:
-        """Return the rows of the feed-forwards that a token passes through."""
-        return self.hidden_dim * (self.experts_per_token or 1)
+    def most_hidden_per_token(self) -> int:
+        return max(map(self.hidden_per_token, self.kinds))
+
+    def halves(self, dtype: str) -> tuple[str, ...]:
+        """Return the ends of the names of tensors that vLLM keeps in float32 in an engine of 16 bits: of a router with
+        a bias. A weight plan has them as numbers of 16 bits, two for each."""
+        return OF_ROUTER if self.parts.biased_routes and BYTES[dtype] == 2 else ()
 
     def with_value_head(self) -> "ModelShape":
         """Return the same body with a value head. There is no vocabulary projection to tie."""
@@ -127,7 +173,7 @@ class ModelShape:
         """Return the names and sizes of the model's tensors, without the head's own if not `head`."""
         queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         biases = {"q": queries, "k": keys, "v": keys} if self.qkv_bias else {}
-        block: dict[str, tuple[int, ...]] = {
+        attention: dict[str, tuple[int, ...]] = {
             **{f"{norm}.weight": (self.dim,) for norm in self.parts.norms},
             "self_attn.q_proj.weight": (queries, self.dim),
             "self_attn.k_proj.weight": (keys, self.dim),
@@ -136,13 +182,13 @@ class ModelShape:
             "self_attn.o_proj.weight": (self.dim, queries),
             **({"self_attn.o_proj.bias": (self.dim,), "self_attn.sinks": (self.n_heads,)} if self.parts.sinks else {}),
             **{f"self_attn.{x}_norm.weight": (rows,) for x, rows in self.qk_norms.items()},
-            **self._feed_forward(),
         }
+        blocks = [attention | self._feed_forward(layer) for layer in range(self.n_layers)]
         heads = {HF_LM_HEAD: (self.vocab_size, self.dim), HF_VALUE_HEAD: (1, self.dim), "": ()}
         own = self.hf_head_weight if head else ""
         return {
             "model.embed_tokens.weight": (self.vocab_size, self.dim),
-            **{f"model.layers.{i}.{n}": size for i in range(self.n_layers) for n, size in block.items()},
+            **{f"model.layers.{i}.{n}": size for i, block in enumerate(blocks) for n, size in block.items()},
             "model.norm.weight": (self.dim,),
             **({own: heads[own]} if own else {}),
         }
@@ -196,15 +242,23 @@ class ModelShape:
                 row0 += tensors[part][0]
         return places
 
-    def _feed_forward(self) -> dict[str, tuple[int, ...]]:
+    def _feed_forward(self, layer: int) -> dict[str, tuple[int, ...]]:
         if self.parts.clamped_experts:
             return self._clamped_experts()
-        into, out = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
-        each = {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": out}
-        if not self.experts:
-            return {f"mlp.{name}": size for name, size in each.items()}
-        router: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, self.dim)}
-        return router | {f"mlp.experts.{i}.{n}": size for i in range(self.experts) for n, size in each.items()}
+
+        def three(at: str, rows: int) -> dict[str, tuple[int, ...]]:
+            sizes = {"gate_proj": (rows, self.dim), "up_proj": (rows, self.dim), "down_proj": (self.dim, rows)}
+            return {f"{at}.{name}.weight": size for name, size in sizes.items()}
+
+        rows = self.dense_rows(layer)
+        if not self.routes(layer):
+            return three("mlp", rows)
+        tensors: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, self.dim)}
+        if self.parts.biased_routes:
+            tensors[f"mlp.gate.{ROUTE_BIAS}"] = (self.experts,)
+        for expert in range(self.experts):
+            tensors |= three(f"mlp.experts.{expert}", self.hidden_dim)
+        return tensors | (three("mlp.shared_experts", rows) if rows else {})
 
     def _clamped_experts(self) -> dict[str, tuple[int, ...]]:
         into, out = (2 * self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
@@ -223,7 +277,7 @@ class ModelShape:
             "dtype": "float32",
             "vocab_size": self.vocab_size,
             "hidden_size": self.dim,
-            "intermediate_size": self.hidden_dim,
+            "intermediate_size": self.dense_hidden_dim or self.hidden_dim,
             "num_hidden_layers": self.n_layers,
             "num_attention_heads": self.n_heads,
             "num_key_value_heads": self.n_kv_heads,
@@ -235,6 +289,7 @@ class ModelShape:
             **self._hf_rope(),
             **({"attention_bias": False} if "attention_bias" in self.parts.false_keys else {}),
             **({"attention_bias": self.attention_bias} if self.parts.qkv_bias is None else {}),
+            **({"use_qk_norm": self.use_head_norms} if self.parts.head_norms is None else {}),
             **({"sliding_window": self.sliding_window or None} if self.parts.default_window else {}),
             **({"query_pre_attn_scalar": self.query_scalar or self.head_dim} if self.parts.scaled_embedding else {}),
             "attention_dropout": 0.0,
@@ -266,14 +321,23 @@ class ModelShape:
         if self.parts.clamped_experts:
             counts = {"num_local_experts": self.experts, "num_experts_per_tok": self.experts_per_token}
             return {**counts, "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
-        return {
-            "num_experts": self.experts,
+        common = {
             "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.hidden_dim,
             "norm_topk_prob": self.norm_routes,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
         }
+        if self.parts.biased_routes:
+            return {
+                "n_routed_experts": self.experts,
+                "n_shared_experts": self.shared_experts,
+                "first_k_dense_replace": self.dense_layers,
+                "routed_scaling_factor": self.route_scale,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_nextn_predict_layers": 0,
+                **common,
+            }
+        return {"num_experts": self.experts, **common, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -294,6 +358,7 @@ class ModelShape:
         theta, scalar = float(rope["rope_theta"]), config.get("query_pre_attn_scalar") or head_dim
         window_theta = window_theta_of(config) if WINDOW in types else theta
         rotary_dim = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+        biased = parts.biased_routes
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -312,16 +377,27 @@ class ModelShape:
             unrotated_layers=tuple(i for i, rotates in enumerate(rotated) if not rotates),
             rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
             query_scalar=scalar if parts.scaled_embedding and scalar != head_dim else 0,
-            attention_bias=bool(config.get("attention_bias", True)) if parts.qkv_bias is None else False,
+            attention_bias=bool(config.get("attention_bias", not biased)) if parts.qkv_bias is None else False,
+            use_head_norms=parts.head_norms is None and bool(config.get("use_qk_norm")),
             norm_eps=float(config["rms_norm_eps"]),
             tied=head == "lm"
             and bool(config.get("tie_word_embeddings", parts.tied)),  # a value head has nothing to tie
             head=head,
             experts=experts_of(config) if routed else 0,
             experts_per_token=config["num_experts_per_tok"] if routed else 0,
-            norm_routes=routed and bool(config.get("norm_topk_prob", parts.clamped_experts)),
+            norm_routes=routed and bool(config.get("norm_topk_prob", parts.clamped_experts or biased)),
+            dense_layers=config.get("first_k_dense_replace", 1) if biased else 0,
+            dense_hidden_dim=config["intermediate_size"] if biased else 0,
+            shared_experts=config.get("n_shared_experts", 1) if biased else 0,
+            route_scale=float(config.get("routed_scaling_factor", 1.0)) if biased else 1.0,
             mxfp4=in_mxfp4(config),
         )
+
+
+def planned(parts: Iterable[Part], shape: ModelShape, dtype: str) -> list[Part]:
+    """Return parts of tensors as the weight plan of engines in `dtype` has them."""
+    ends = shape.halves(dtype)
+    return [part.of_halves() if ends and part.name.endswith(ends) else part for part in parts]
 
 
 def shape_of_folder(folder: str, key: str) -> ModelShape:

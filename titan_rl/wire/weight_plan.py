@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +33,10 @@ class Shard:
     col0: int
     cols: int
 
+    def of_halves(self) -> "Shard":
+        """Return the rectangle of a tensor whose numbers are two each, of half their bits."""
+        return replace(self, col0=2 * self.col0, cols=2 * self.cols)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -46,6 +50,10 @@ class Piece:
     rows: int
     col0: int
     cols: int
+
+    def of_halves(self) -> "Piece":
+        """Return the rectangle of a parameter whose numbers are two each, of half their bits."""
+        return replace(self, dst_col0=2 * self.dst_col0, col0=2 * self.col0, cols=2 * self.cols)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def test_the_trainers_log_probs_are_transformers(name: str, folders: Path) -> No
     spec = build_spec(shape, seq_len=SEQ_LEN)
     tensors = load_file(folder / "model.safetensors")
     assert {key: tuple(w.shape) for key, w in tensors.items()} == shape.folder_tensors()
-    parameters = dict(model.model.named_parameters())
+    parameters = dict(model.tensors)
     read_shards(folder, parameters, hf_names(spec, list(parameters)), shape.folder_rows())
     random = np.random.default_rng(0)
     prompt = random.integers(3, 128, 40).tolist()

@@ -100,6 +100,14 @@ def test_the_defaults_run() -> None:
             '[model]\nname = "qwen3_moe"\nhidden_dim = 36',
             "model.hidden_dim: expected a multiple of 8 with experts, found 36",
         ),
+        (
+            '[model]\nname = "glm4_moe"\n[algorithm]\nname = "ppo"\n[critic]\nlr = 1e-3',
+            "algorithm.name: expected one without a value head, whose folder transformers could not load",
+        ),
+        (
+            '[model]\nname = "glm4_moe"\nenable_weight_tying = true',
+            "model.enable_weight_tying: expected false, as vLLM ignores it for glm4_moe, found true",
+        ),
         ('[model]\nname = "qwen3_moe"\nexperts = 1', "model.experts_per_token: expected at most the model's 1 experts"),
         (
             '[model]\nname = "qwen3_moe"\n[parallelism]\ndata_parallel_shard_degree = 3',

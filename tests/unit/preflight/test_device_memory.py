@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.tools.utils import set_default_dtype
 
-from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
+from support.shapes import GLM_AIR, LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.actors.titan import document_attention, experts
 from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.adaptation import adaptation_of
@@ -24,10 +24,16 @@ from titan_rl.config.sections import Config, LoraSection, ParallelismSection
 from titan_rl.ext.context_parallel.ranks.context_parallel import ContextParallel, Part, cut
 from titan_rl.ext.run_plan.ranks.meta_model import fake_ranks
 from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape
 from titan_rl.wire.types import Rows
 
 TOKENS = 4096
+BLOCKS = {
+    **{"llama": LLAMA_8B, "qwen": QWEN_600M, "experts": QWEN_30B_A3B},
+    "biases": replace(LLAMA_8B, family="qwen2"),
+    "shared expert": replace(GLM_AIR, dense_layers=0),
+    "dense beside experts": replace(GLM_AIR, dense_layers=2),
+}
 CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC, "full": FullAC, "offload": OffloadAC}
 
 
@@ -114,17 +120,22 @@ def uncounted(shape: ModelShape, mode: str) -> int:
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B], ids=["llama", "qwen", "experts"])
+@pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -> None:
     config = Config()
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (one, _), (two, temporary) = counted(shape, 1, mode), counted(shape, 2, mode)
     state = uncounted(shape, mode)
-    state += 4 * shape.experts if mode == "none" else 0  # where each expert's tokens end
-    assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode) + state
-    bound = TOKENS * gradients_per_token(config, shape, config.parallelism)
-    assert temporary <= bound
-    assert mode != "none" or temporary > 0.8 * bound
+    state += 4 * shape.experts * shape.routes(0) if mode == "none" else 0  # where each expert's tokens end
+    if mode == "none" and shape.routes(0) and shape.parts.biased_routes:
+        state += 4 * shape.experts * shape.dim  # the router's weights in float32
+    assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode, 0) + state
+    bound, stack = TOKENS * gradients_per_token(config, shape, config.parallelism), 0
+    if shape.routes(0):  # a gradient of experts' weights, which another part of the estimate has
+        stack = 2 * shape.experts * shape.hidden_dim * shape.dim
+    assert temporary <= bound + stack
+    of_other_layers = shape.experts and not shape.routes(0)
+    assert mode != "none" or of_other_layers or temporary > 0.8 * bound
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
@@ -135,7 +146,7 @@ def test_a_part_of_a_row_keeps_the_keys_of_all_of_it(shape: ModelShape, mode: st
     with fake_ranks(2):
         parts = ContextParallel.of(p, "cpu")
         (one, _), (two, temporary) = counted(shape, 1, mode, parts), counted(shape, 2, mode, parts)
-    assert two - one == TOKENS * kept_per_token(config, shape, p, mode) + uncounted(shape, mode)
+    assert two - one == TOKENS * kept_per_token(config, shape, p, mode, 0) + uncounted(shape, mode)
     assert temporary <= TOKENS * gradients_per_token(config, shape, p)
 
 
@@ -153,16 +164,16 @@ def test_a_block_with_adapters_keeps_the_estimated_activations(
     config = Config(lora=adapters)
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (two, _), (three, temporary) = (counted(shape, n, mode, adapters=adapters) for n in (2, 3))
-    most = two + TOKENS * kept_per_token(config, shape, config.parallelism, mode) + uncounted(shape, mode)
+    most = two + TOKENS * kept_per_token(config, shape, config.parallelism, mode, 0) + uncounted(shape, mode)
     assert two < three <= most
     assert targets or three == most
     assert temporary <= TOKENS * gradients_per_token(config, shape, config.parallelism)
 
 
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B, LLAMA_8B.with_value_head()])
+@pytest.mark.parametrize("shape", [*BLOCKS.values(), LLAMA_8B.with_value_head()])
 def test_groups_of_parameters_make_up_the_model(shape: ModelShape) -> None:
-    sizes = {name: torch.Size(size).numel() for name, size in shape.hf_tensors().items()}
+    sizes = {n: torch.Size(size).numel() for n, size in shape.hf_tensors().items() if not n.endswith(ROUTE_BIAS)}
     block = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
-    assert abs(block_parameters(shape) - block) <= shape.dim  # the last norm is dealt to the blocks
+    assert abs(block_parameters(shape, 0) - block) <= shape.dim  # the last norm is dealt to the blocks
     own = sizes.get(shape.hf_head_weight, sizes["model.embed_tokens.weight"])
     assert head_parameters(shape) == own

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from support.shapes import GLM_AIR
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, shape_of_folder
 
 LLAMA = ModelShape(
     family="llama3",
@@ -68,9 +69,17 @@ SHAPES = {
         rope_scaling=GPT_OSS_YARN,
         max_seq_len=4096,
     ),
+    "glm4_moe": replace(
+        LLAMA,
+        family="glm4_moe",
+        **{"experts": 4, "experts_per_token": 3, "norm_routes": True, "dense_layers": 1, "dense_hidden_dim": 80},
+        **{"shared_experts": 2, "route_scale": 2.5, "use_head_norms": True, "rotary_dim": 8},
+    ),
     "qwen tied head_dim": replace(LLAMA, family="qwen3", tied=True, head_dim=24, dim=50),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+VALUED = {name: shape for name, shape in SHAPES.items() if "value" in shape.parts.architectures}
+valued = pytest.mark.parametrize("shape", VALUED.values(), ids=VALUED)
 
 
 def saved(shape: ModelShape, folder: Path) -> Path:
@@ -96,7 +105,9 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
 
 def on_disk(shape: ModelShape, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the tensors that transformers writes for its parameters: stacks of experts one by one, but gpt-oss's."""
-    found, sizes = dict[str, tuple[int, ...]](), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    biases = ((name, bias) for name, bias in model.named_buffers() if name.endswith(ROUTE_BIAS))
+    sizes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *biases)}
+    found = dict[str, tuple[int, ...]]()
     if shape.family == "gpt_oss":
         return sizes
     for name, size in sizes.items():
@@ -111,7 +122,7 @@ def on_disk(shape: ModelShape, model: torch.nn.Module) -> dict[str, tuple[int, .
     return found
 
 
-@shapes
+@valued
 def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape, tmp_path: Path) -> None:
     """One number per position instead of the vocabulary: the same body, read back with its head."""
     valued = shape.with_value_head()
@@ -125,7 +136,7 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
     assert valued.folder_tensors() == on_disk(shape, model)
 
 
-@shapes
+@valued
 def test_a_reward_model_keeps_tie_word_embeddings_of_the_model_that_it_was(shape: ModelShape) -> None:
     config = shape.with_value_head().hf_config(bos=1, eos=2, pad=0) | {"tie_word_embeddings": True}
     assert ModelShape.from_hf(config) == shape.with_value_head()
@@ -169,6 +180,24 @@ def test_yarn_is_as_long_as_vllm_lets_it_be(positions: int, longest: int) -> Non
     assert ModelShape.from_hf(config).max_seq_len == longest
 
 
+def test_glm_4_5_airs_published_config() -> None:
+    """In transformers 4's form; 106B parameters, of which a token passes 12B."""
+    keys: dict[str, Any] = {
+        **{"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "torch_dtype": "bfloat16"},
+        **{"vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46, "max_position_embeddings": 131072},
+        **{"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5},
+        **{"rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+        **{"attention_bias": True, "use_qk_norm": False, "tie_word_embeddings": False},
+        **{"intermediate_size": 10944, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+        **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1},
+    }
+    shape = ModelShape.from_hf(keys)
+    assert shape == GLM_AIR
+    assert shape.parameters == 106_852_245_504
+    assert [shape.hidden_per_token(layer) for layer in (0, 1, 45)] == [10944, 9 * 1408, 9 * 1408]
+
+
 def test_absent_llama_heads_follow_from_the_others() -> None:
     config = LLAMA.hf_config(bos=1, eos=2, pad=None) | {"num_key_value_heads": None, "head_dim": None}
     assert ModelShape.from_hf(config) == replace(LLAMA, n_kv_heads=4, head_dim=16)
@@ -177,7 +206,7 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, 'glm4, gemma3_text or gpt_oss, found "gpt2"'),
+        ({"model_type": "gpt2"}, 'gemma3_text, gpt_oss or glm4_moe, found "gpt2"'),
         ({"model_type": "mixtral"}, 'found "mixtral", a mixture of experts of another kind'),
         ({"model_type": "gemma2"}, 'found "gemma2", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
@@ -250,6 +279,15 @@ def test_shape_of_folder(tmp_path: Path) -> None:
         ("qwen moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: expected 1: experts in every layer, found 2"),
         ("qwen moe", {"mlp_only_layers": [0]}, "mlp_only_layers: expected []: experts in every layer, found [0]"),
         ("qwen moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size: expected false"),
+        ("glm4_moe", {"n_routed_experts": 0}, "n_routed_experts: expected a positive integer of at most 16384, found"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace: expected 0 to 2 - 1, as vLLM needs a layer"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: expected a positive integer of at most 16384, found"),
+        ("glm4_moe", {"n_group": 2}, "n_group: expected 1: all experts are one group, found 2"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group: expected 1: all experts are one group, found 2"),
+        ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor: expected a number above 0, found 0"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, found 1"),
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false, as vLLM ignores it for Glm4"),
+        ("glm4_moe", {"architectures": ["Glm4ForCausalLM"]}, 'architectures: expected ["Glm4MoeForCausalLM"], found'),
         ("mistral", {"sliding_window": 0}, "sliding_window: expected null, or a positive integer"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "sliding attention only, for sliding_window is 96"),
         ("mistral without window", {"layer_types": ["sliding_attention"] * 2}, "full attention only"),

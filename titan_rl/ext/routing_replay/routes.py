@@ -112,7 +112,7 @@ class RoutesColumn(SideColumn):
         return np.split(arrays["routes"], arrays["length"].cumsum()[:-1])
 
     def bytes_of_token(self, shape: ModelShape) -> int:
-        return shape.n_layers * shape.experts_per_token * np.dtype(id_type(shape.experts)).itemsize
+        return shape.routed_layers * shape.experts_per_token * np.dtype(id_type(shape.experts)).itemsize
 
     def logged(self, rollout: Rollout) -> list[int]:
         """Return for how many tokens of each turn the engine recorded experts: for all that it read but the cached

@@ -151,8 +151,8 @@ def route_bytes(shape: ModelShape) -> int:
 def routing_replay(config: Config, shape: ModelShape) -> str:
     each = route_bytes(shape)
     return (
-        f"trainers take the generator's {shape.experts_per_token} experts in {shape.n_layers} layers: {size(each)} per "
-        f"token, up to {size(each * step_tokens(config))} per step"
+        f"trainers take the generator's {shape.experts_per_token} experts in {shape.routed_layers} layers: "
+        f"{size(each)} per token, up to {size(each * step_tokens(config))} per step"
     )
 
 

@@ -48,7 +48,7 @@ def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
     config = replace(config, compile=replace(config.compile, enable=False))  # it cuts nothing, and imports much
     tp, shapes = config.generator.tensor_parallel_degree, role_shapes(config, shape)
     readers = (
-        [pieces(shape, tp=tp, rank=rank, lora=config.lora.in_vllm) for rank in range(tp)]
+        [pieces(shape, tp=tp, rank=rank, lora=config.lora.in_vllm, dtype=config.generator.dtype) for rank in range(tp)]
         if config.samples_rollouts
         else []
     )

@@ -42,6 +42,12 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.experts_per_token > shape.experts:
         most = f"at most the model's {shape.experts} experts"
         yield f"model.experts_per_token: expected {most}, found {shape.experts_per_token}"
+    if shape.tied and not shape.parts.ties:
+        yield f"model.enable_weight_tying: expected false, as vLLM ignores it for {shape.family}, found true"
+    valued = "critic" in config.roles or config.algorithm.kind == "reward"
+    if valued and "value" not in shape.parts.architectures:
+        why = f"whose folder transformers could not load, because it has no such class for {shape.family}"
+        yield f"algorithm.name: expected one without a value head, {why}, found {json.dumps(config.algorithm.name)}"
     if not model.hf_assets_path and shape.vocab_size < SIZE:
         yield f"model.vocab_size: expected at least the built-in tokenizer's {SIZE}, found {shape.vocab_size}"
 
@@ -51,7 +57,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
     for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
         key, tp = f"{mesh}.tensor_parallel_degree", p.tensor_parallel_degree
         own = shape_of_role(config, mesh) or shape
-        for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
+        for size in ("n_heads", "n_kv_heads", "hidden_dim", "dense_hidden_dim", "vocab_size"):
             if getattr(own, size) % tp:
                 yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
         if own.parts.wide_norms and tp > 1:
@@ -61,7 +67,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
-    for size in ("n_heads", "hidden_dim"):
+    for size in ("n_heads", "hidden_dim", "dense_hidden_dim"):
         if getattr(shape, size) % tp:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
     if shape.parts.wide_norms and tp > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from titan_rl.config.auto import BLOCK_TOKENS
 from titan_rl.config.sections import BYTES, Config, LoraSection, ParallelismSection
 from titan_rl.ext.adapters.layers import adapter_parameters
-from titan_rl.preflight.memory import by_formula, cache_bytes_per_token, engine_weights, kept_per_token, needs
+from titan_rl.preflight.memory import by_formula, cache_bytes_per_token, engine_weights, kept_in_blocks, needs
 from titan_rl.tools.plan.facts import Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.wire.cores import usable_cores
@@ -37,20 +37,21 @@ def drawn(spread: Spread, n: int = DRAWN) -> np.ndarray:
 def block_products(shape: ModelShape) -> int:
     """Return the parameters of all blocks with which a token is multiplied: in experts its own ones."""
     attention = 2 * shape.head_dim * (shape.n_heads + shape.n_kv_heads)
-    return shape.n_layers * shape.dim * (attention + 3 * shape.hidden_per_token + shape.experts)
+    rows = [3 * shape.hidden_per_token(i) + shape.experts * shape.routes(i) for i in range(shape.n_layers)]
+    return shape.dim * (shape.n_layers * attention + sum(rows))
 
 
 def expert_products(shape: ModelShape) -> int:
     """Return the experts' share of block_products."""
-    return shape.n_layers * shape.dim * 3 * shape.hidden_per_token * bool(shape.experts)
+    return shape.routed_layers * shape.dim * 3 * shape.hidden_dim * shape.experts_per_token
 
 
 def recomputed(mode: str, shape: ModelShape) -> int:
     """Return the parameters whose products a backward computes again. Experts are left out: "selective" and "full"
     repeat them all. "selective" keeps every second projection of a dense block: it repeats key, output and up."""
     if mode in ("none", "selective"):
-        again = shape.head_dim * (shape.n_kv_heads + shape.n_heads) + shape.hidden_dim * (not shape.experts)
-        return shape.n_layers * shape.dim * again * (mode == "selective")
+        attention = shape.n_layers * shape.head_dim * (shape.n_kv_heads + shape.n_heads)
+        return shape.dim * (attention + sum(map(shape.dense_rows, range(shape.n_layers)))) * (mode == "selective")
     return block_products(shape) - expert_products(shape)
 
 
@@ -125,7 +126,7 @@ class Roofline:
         faster = self.gpu.fp8 / self.gpu.flops if c.generator.quantization == "fp8" else 1.0
         blocks = 2 * block_products(shape) / tp / matmul / faster
         head = 2 * shape.vocab_size * shape.dim / tp / matmul
-        experts = 3 * shape.n_layers * shape.experts * shape.dim * shape.hidden_dim * each // tp
+        experts = 3 * shape.routed_layers * shape.experts * shape.dim * shape.hidden_dim * each // tp
         sampler = 4 * shape.vocab_size * facts.rates["sampler"] / hbm
         return {
             "step_s": {"all-reduces": small},
@@ -145,7 +146,7 @@ class Roofline:
         t, tp, each = c.training, p.tensor_parallel_degree, BYTES[c.training.mixed_precision_param]
         matmul, hbm, blocks = facts.matmul(self.gpu), facts.hbm(self.gpu), block_products(shape)
         mode, forward = c.activation_checkpoint.mode, 1 + (c.activation_checkpoint.mode in ("full", "offload"))
-        kernels = shape.n_layers * kept_per_token(c, shape, p, "none") * self.kernels_per_byte
+        kernels = kept_in_blocks(c, shape, p, "none") * self.kernels_per_byte
         total = self.work.answer.mean * self.work.turns.mean
         targets = total / (total + self.work.prompt.mean / c.rollout.group_size + self.read)
         moved = shape.dim * each * (tp - 1) / tp * 4 * (1 + forward) / self.link(tp, 1)
@@ -161,7 +162,7 @@ class Roofline:
             "recomputed products": 2 * (recomputed(mode, shape) + again) / tp / matmul,
             "log-prob head": head * shape.vocab_size * shape.dim / HEAD / tp * targets,
             "tensor-parallel exchange": shape.n_layers * moved,
-            "expert exchange": shape.n_layers * sent / tp / self.link(experts, 1),
+            "expert exchange": shape.routed_layers * sent / tp / self.link(experts, 1),
         }
         place = {name: seconds / p.context_parallel_degree for name, seconds in place.items()}
         device = sum(place.values()) * t.local_batch_size * t.seq_len
@@ -229,7 +230,7 @@ class Roofline:
         model, scaled by the rate of the GPU's memory."""
         facts, small = self.facts, self.facts.small
         plain = replace(self.config, lora=LoraSection())
-        kept = small.n_layers * kept_per_token(plain, small, ParallelismSection(), "none")
+        kept = kept_in_blocks(plain, small, ParallelismSection(), "none")
         measured, places = facts.rates["small_kernels"] - facts.rates["small_attention"], facts.rates["small_places"]
         known = 6 * block_products(small) / facts.rates["matmul"]
         known += facts.rates["head"] * small.vocab_size * small.dim / HEAD

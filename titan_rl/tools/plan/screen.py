@@ -6,7 +6,7 @@ from shutil import get_terminal_size
 from statistics import fmean
 from textwrap import wrap
 
-from titan_rl.preflight.memory import count, gib, kept_per_token, size
+from titan_rl.preflight.memory import count, gib, kept_in_blocks, size
 from titan_rl.record.terminal import brief
 from titan_rl.tools.plan.cheaper import Budget, fullness
 from titan_rl.tools.plan.choose import Case, Plan
@@ -185,7 +185,7 @@ def kernels(plan: Plan) -> Mapping[str, float]:
     if line.on_cpu:
         return found
     if not s.overlaps or trainer >= engine:
-        moved = 2 * shape.n_layers * kept_per_token(c, shape, c.parallelism, "none") / facts.hbm(line.gpu)
+        moved = 2 * kept_in_blocks(c, shape, c.parallelism, "none") / facts.hbm(line.gpu)
         least = 8 * shape.vocab_size * shape.dim / c.parallelism.tensor_parallel_degree / facts.matmul(line.gpu)
         found |= {
             "a block's norms, rotary embedding and SiLU in fewer passes": s.trainer["other block kernels"]

@@ -74,9 +74,11 @@ def test_a_gpu_returns_routes_under_vllms_names() -> None:
     assert engine_args(on_cpu=False).keys() <= {field.name for field in fields(EngineArgs)}
     assert "routed_experts" in {field.name for field in fields(CompletionOutput)}
     assert engine_args(on_cpu=True) == {}
-    experts = SimpleNamespace(model_config=SimpleNamespace(get_num_experts=lambda: 256))
+    config = SimpleNamespace(get_num_experts=lambda: 256, hf_config=SimpleNamespace(first_k_dense_replace=1))
+    experts = SimpleNamespace(model_config=config)
     recorder = RouteRecorder(on_cpu=False)
     recorder.begin(SimpleNamespace(vllm_config=experts))
     ((first, rows),) = recorder.take("7", np.full((3, 2, 2), 255, np.uint8))
     found = routes_of(3, [(first, rows)], None, cached=0, sample="sample 7")
     assert (found.ids == 255).all(), "an expert"
+    assert found.ids.shape == (3, 1, 2), "the first layer has no experts"

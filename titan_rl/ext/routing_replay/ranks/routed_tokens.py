@@ -34,7 +34,9 @@ class RouteRecorder(ColumnRecorder):
         self._recorded: dict[str, Recorded] = {}  # by the id of a sample in vLLM; on a GPU none
 
     def begin(self, llm: Any) -> None:
-        self._type = id_type(llm.vllm_config.model_config.get_num_experts())
+        model = llm.vllm_config.model_config
+        self._type = id_type(model.get_num_experts())
+        self._dense = getattr(model.hf_config, "first_k_dense_replace", 0)  # first layers, which have no experts
         if self._on_cpu:
             self._record(llm.model_executor.driver_worker.worker.model_runner)
 
@@ -53,7 +55,7 @@ class RouteRecorder(ColumnRecorder):
     def take(self, id: str, returned: np.ndarray | None = None) -> Recorded:
         """Return the recorded rows of a sample; on a GPU all rows, which vLLM has `returned` at its end."""
         if returned is not None:
-            return [(0, returned.astype(self._type))]  # vLLM's 255 may be an expert
+            return [(0, returned[:, self._dense :].astype(self._type))]  # vLLM's 255 may be an expert
         return self._recorded.pop(id, [])
 
     def _record(self, runner: Any) -> None:

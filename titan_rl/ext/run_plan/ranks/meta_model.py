@@ -22,9 +22,10 @@ from torchtitan.distributed import utils as dist_utils
 from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
 from titan_rl.actors.titan import private, titan_cpu
 from titan_rl.actors.titan.adaptation import adaptation_of
+from titan_rl.actors.titan.experts import route_biases
 from titan_rl.actors.titan.model import overridden_spec, sharded_model, titan_config
 from titan_rl.actors.titan.spec import hf_names
-from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
+from titan_rl.wire.model_shape import MeshQuestion, ShardedModel, planned
 from titan_rl.wire.weight_plan import Shard, plan
 
 
@@ -49,7 +50,7 @@ def cut(question: MeshQuestion) -> ShardedModel:
         model = sharded_model(spec, config, titan, dims)
         if question.shape.tied:  # tensor parallelism makes two of the one weight; TorchTitan's init_weights undoes it
             model.tok_embeddings.weight = model.lm_head.weight
-        parameters = list(model.named_parameters())
+        parameters = [*model.named_parameters(), *route_biases(model)]
         adaptation = adaptation_of(config)
         names = hf_names(spec, [name for name, _ in parameters], adaptation)
         adapters = [(name, p) for name, p in parameters if adaptation.adds(name)]
@@ -79,7 +80,8 @@ def elements(shards: Sequence[Shard]) -> int:
 def sent(layouts: Sequence[Sequence[Shard]], question: MeshQuestion) -> list[list[int]]:
     if not question.readers:
         return []
-    made = plan(layouts, question.readers)
+    halved = [planned(shards, question.shape, question.config.generator.dtype) for shards in layouts]
+    made = plan(halved, question.readers)
     return [
         [sum(copy.elements for copy in made.copies[rank, reader]) for reader in range(made.readers)]
         for rank in range(made.ranks)
