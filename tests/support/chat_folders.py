@@ -23,9 +23,18 @@ CONTROL = {
         *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]", "[CALL_ID]"),
     ),
     "open_ended": ("<|user|>", "<|observation|>", "<|endoftext|>", "<|sop|>", "<|assistant|>", "<|system|>"),
+    "glm": ("<|user|>", "<|observation|>", "<|endoftext|>", "[gMASK]", "<sop>", "<|assistant|>", "<|system|>"),
+    "gemma4": (
+        *("<turn|>", "<|tool_response>", "<eos>", "<bos>", "<|turn>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        *("<tool_response|>", "<|tool>", "<tool|>", "<|channel>", "<channel|>", "<|think|>"),
+    ),
+    "gpt_oss": (
+        *("<|return|>", "<|call|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"),
+        *("<|constrain|>", "<|startoftext|>"),
+    ),
 }
 """The control tokens of each template, its usual end of a turn first."""
-EOS = {name: {"open_ended": 3, "mistral": 1}.get(name, 2) for name in CONTROL}  # how many of them end a turn
+EOS = {"mistral": 1, **dict.fromkeys(("open_ended", "glm", "gemma4", "gpt_oss"), 3)}  # how many of them end a turn
 
 
 @cache
@@ -43,12 +52,14 @@ def chat_folder(folder: Path, name: str, template: str = "") -> Path:
     tokenizer = Tokenizer.from_str(trained())
     tokenizer.add_special_tokens(list(CONTROL[name]))
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    if name == "glm":
+        tokenizer.add_tokens(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    ends = [tokenizer.token_to_id(token) for token in CONTROL[name][: EOS[name]]]
+    ends = [tokenizer.token_to_id(token) for token in CONTROL[name][: EOS.get(name, 2)]]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": {"header": "<|begin|>", "mistral": "<s>"}.get(name),
+        "bos_token": {"header": "<|begin|>", "mistral": "<s>", "gemma4": "<bos>"}.get(name),
         "eos_token": CONTROL[name][0],
         "pad_token": "<|endoftext|>" if "<|endoftext|>" in CONTROL[name] else CONTROL[name][0],
     }

@@ -13,8 +13,9 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,7 +26,7 @@ from titan_rl.text.template import ChatTemplate, Message, Thinking, Tools
 
 OPENING: Message = {"role": "user", "content": "u"}
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
-PROBED: tuple[CallFormat, ...] = ("hermes", "llama", "xml", "mistral")
+PROBED: tuple[CallFormat, ...] = ("hermes", "llama", "xml", "mistral", "glm", "gemma", "harmony")
 DUMMY_ID = "000000000"  # id of a dummy call; Mistral's templates refuse any other length
 
 
@@ -54,7 +55,7 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool = True) -> str:
         """Return the conversation as text; control tokens in messages appear as marks, which `outside` reads."""
-        readable = [_readable(message) for message in messages]
+        readable = [_readable(message, self.template.thinking_key) for message in messages]
         for role in {message["role"] for message in messages} - ROLES:
             if any(role in token for token in self.outside.control):  # templates write '<|' + role + '|>'
                 raise ValueError(f"expected a role among {', '.join(sorted(ROLES))}, found {role!r}")
@@ -64,10 +65,17 @@ class ChatRenderer:
         """Return the tokens of a conversation up to the start of the assistant's answer."""
         return self.outside.encode(self.render(messages, tools))
 
-    def extend(self, tokens: Sequence[int], messages: Sequence[Message], tools: Tools = None) -> list[int] | None:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        messages: Sequence[Message],
+        tools: Tools = None,
+        calls: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int] | None:
         """Return the tokens that `messages` add to `tokens`, which end in a sampled turn. They begin with the end token
         if the turn was cut off. None if the template cannot extend its own text: begin a branch with `prompt`. (Some
-        templates put a tool's answer into the turn that called it, and some drop it.)"""
+        templates put a tool's answer into the turn that called it, and some drop it.) `calls`: the turn's, if the
+        tools' answers do not name the tools."""
         if not tokens or not messages or any(message["role"] == "assistant" for message in messages):
             return None
         answers_tool = messages[0]["role"] == "tool"
@@ -75,22 +83,31 @@ class ChatRenderer:
             return None
         if not all(self._shows(message["role"]) for message in messages):
             return None
-        dummy, text = self._after_dummy(messages, tools)
+        names = {str(call.get("id")): str(call.get("function", call).get("name", "")) for call in calls}
+        dummy, text = self._after_dummy(messages, tools, names)
         if not text or self.dropped(text, messages):
             return None
         added = self.outside.encode(text)
-        closed = tokens[-1] == added[0] or (tokens[-1] in self.eos_ids and self._closes(dummy, tools))
-        return added[closed:] if added[0] in self.eos_ids else None
+        if added[0] not in self.eos_ids:
+            return None
+        if tokens[-1] == added[0] or tokens[-1] not in self.eos_ids or not self._closes(dummy, tools):
+            return added[tokens[-1] == added[0] :]
+        return None if tokens[-1] in self._ends else added[1:]  # None: the end of another kind of turn
 
     def parse(self, tokens: Sequence[int], tools: Tools = None, id: str = "") -> Message:
         """Return the assistant's message that these sampled tokens mean. Raise MalformedCall for a call that cannot be
         read. Without tools there are no calls. Calls are numbered after `id`, or else named by their tokens."""
         said = list(tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens)
-        form: CallFormat = self.call_format if tools else "text"
         id = id or f"call_{hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()}"
-        return parse_answer(
-            self._decode(said), form, split_thinking=self.template.names_thinking, id=id, tools=tools or ()
-        )
+        text, thinks = self.outside.decode(said, self._decode), bool(self.template.thinking_key)
+        try:
+            message = parse_answer(text, self.call_format, split_thinking=thinks, id=id, tools=tools or None)
+        except MalformedCall as error:
+            raise MalformedCall(self.outside.unmasked(str(error)), self.outside.unmasked(error.message)) from error
+        for call in message.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(self.outside.unmasked(arguments))
+        return self.outside.unmasked(message)
 
     def dropped(self, text: str, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that a rendered text lacks. Templates may trim a text, or write it as JSON."""
@@ -124,25 +141,36 @@ class ChatRenderer:
                 return form
         return "text"
 
-    def _after_dummy(self, messages: Sequence[Message], tools: Tools = None) -> tuple[Message, str]:
+    def _after_dummy(
+        self, messages: Sequence[Message], tools: Tools = None, names: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[Message, str]:
         """Return a dummy of the sampled turn, and the text that follows it, from its end token on; "" if there is none.
-        Before a tool's answer the dummy made the calls; some templates take one at a time."""
-        ids = [message.get("tool_call_id") or DUMMY_ID for message in messages if message["role"] == "tool"]
-        dummy: Message = {"role": "assistant", "content": self._mark}
-        for count in dict.fromkeys((len(ids), min(len(ids), 1))):
-            calls = {"tool_calls": [_dummy_call(id, self._mark, {}) for id in ids[:count]]} if ids else {}
+        Before a tool's answer the dummy made the calls."""
+        for dummy in self._dummies([message for message in messages if message["role"] == "tool"], names):
             try:
-                text = self.render([OPENING, dummy | calls, *messages], tools)
+                text = self.render([OPENING, dummy, *messages], tools)
             except Exception:  # a template may raise anything; if it means the messages, `prompt` will raise too
                 continue
             if found := self._end_of_dummy(text):
-                return dummy | calls, text[found.start() :]
-        return dummy, ""
+                return dummy, text[found.start() :]
+        return {"role": "assistant", "content": self._mark}, ""
+
+    def _dummies(self, answers: Sequence[Message], names: Mapping[str, str]) -> Iterator[Message]:
+        """Return turns that tools answered like this: with all calls or, as some templates want it, with one. Templates
+        differ in where they write calls and content, and some repeat a call's name before its answer."""
+        dummy: Message = {"role": "assistant", "content": self._mark}
+        if not answers:
+            yield dummy
+        for count in sorted({len(answers), min(len(answers), 1)} - {0}, reverse=True):
+            ids = [(each.get("tool_call_id") or DUMMY_ID, each.get("name")) for each in answers[:count]]
+            named = [_dummy_call(id, name or names.get(id) or self._mark, {"a": self._mark}) for id, name in ids]
+            yield {**dummy, "content": "", "tool_calls": named}
+            yield {**dummy, "tool_calls": [_dummy_call(id, self._mark, {}) for id, _ in ids]}
 
     def _shows(self, role: str) -> bool:
         """Return True if the template writes what messages of this role say."""
         if role not in self._shown:
-            probe = {"role": role, "content": self._probe, "tool_call_id": DUMMY_ID}
+            probe = {"role": role, "content": self._probe, "tool_call_id": DUMMY_ID, "name": "f"}
             self._shown[role] = self._probe in self._after_dummy([probe])[1]
         return self._shown[role]
 
@@ -156,6 +184,12 @@ class ChatRenderer:
         return self._end_of_dummy(self.render([OPENING, dummy], tools, opened=False)) is not None
 
     @cached_property
+    def _ends(self) -> frozenset[int]:
+        """The tokens with which the template ends an answer and a call."""
+        after = [self._after_dummy([{"role": role, "content": "v"}])[1] for role in ("user", "tool")]
+        return frozenset(self.outside.encode(text)[0] for text in after if text)
+
+    @cached_property
     def _keeps_after_user(self) -> bool:
         return self._keeps_thinking([{"role": "user", "content": "v"}], {})
 
@@ -166,7 +200,7 @@ class ChatRenderer:
 
     def _keeps_thinking(self, later: list[Message], called: Message) -> bool:
         thought = {"role": "assistant", "content": "said", "reasoning_content": self._mark}
-        if not self.template.names_thinking:
+        if not self.template.thinking_key:
             thought = {"role": "assistant", "content": f"<think>\n{self._mark}\n</think>\n\nsaid"}
         try:
             return self._mark in self.render([OPENING, thought | called, *later])
@@ -183,12 +217,24 @@ def _dummy_call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _readable(message: Message) -> Message:
+def _readable(message: Message, thinking_key: str = "") -> Message:
     """Return a message as templates want it: text instead of text parts, calls' arguments as a table."""
+    message = _with_thinking(message) if thinking_key == "thinking" and message.get("reasoning_content") else message
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         message = {**message, "content": "".join(part["text"] for part in content)}
+    if calls and content is None:  # as OpenAI's clients send it; templates would write "None"
+        message = {**message, "content": ""}
     return {**message, "tool_calls": [_with_table(call) for call in calls]} if calls else message
+
+
+def _with_thinking(message: Message) -> Message:
+    """Return a message as gpt-oss's template wants it, which allows no content between a thought and a call."""
+    message = dict(message)
+    thought, content = message.pop("reasoning_content"), message.get("content")
+    if message.get("tool_calls") and isinstance(content, str) and content:
+        return {**message, "thinking": f"{thought}\n\n{content}", "content": ""}
+    return {**message, "thinking": thought}
 
 
 def _with_table(call: dict[str, Any]) -> dict[str, Any]:

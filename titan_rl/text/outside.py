@@ -12,8 +12,9 @@ are renamed, and what the marks stand for is ordinary text. Any other text is en
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -27,7 +28,8 @@ class OutsideText:
         self._nonce = str(
             secrets.randbits(64)
         )  # unknown outside, so that no text has a mark; no template changes its case
-        self._mark = re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
+        # as it is, or as repr() writes it in a message about a text
+        self._mark = re.compile(f"(?:\ue000|\\\\ue000){self._nonce}:([0-9]+)(?:\ue001|\\\\ue001)")
 
     @cached_property
     def control(self) -> dict[str, int]:
@@ -42,13 +44,10 @@ class OutsideText:
 
     def masked(self, value: Any) -> Any:
         """Return a message, or any part of one, with marks in place of control tokens."""
-        if isinstance(value, str):
-            return self._spelled.sub(lambda found: f"\ue000{self._nonce}:{self.control[found[0]]}\ue001", value)
-        if isinstance(value, Mapping):
-            return {self.masked(key): self.masked(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.masked(part) for part in value]
-        return value
+        return _changed(
+            value,
+            lambda text: self._spelled.sub(lambda found: f"\ue000{self._nonce}:{self.control[found[0]]}\ue001", text),
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Control tokens in it are control tokens, except where there are marks."""
@@ -63,10 +62,18 @@ class OutsideText:
             return [len(self.encode(text)) for text in texts]
         return list(map(len, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)))
 
-    def unmasked(self, text: str) -> str:
-        """Return the text with the control tokens that the marks stand for."""
+    def unmasked(self, value: Any) -> Any:
+        """Return a text, a message or any part of one, with the control tokens that the marks stand for."""
         spelled = {id: token for token, id in self.control.items()}
-        return self._mark.sub(lambda found: spelled[int(found[1])], text)
+        return _changed(value, lambda text: self._mark.sub(lambda found: spelled[int(found[1])], text))
+
+    def decode(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """Return sampled tokens as text, with marks in place of control tokens that ordinary tokens spell."""
+        text, ids = decode(tokens), frozenset(self.control.values())
+        if len(self._spelled.findall(text)) == sum(token in ids for token in tokens):
+            return text
+        runs = [(sampled, decode(list(run))) for sampled, run in groupby(tokens, ids.__contains__)]
+        return "".join(text if sampled else self.masked(text) for sampled, text in runs)
 
     def _renamed(self, id: int) -> str:
         return f"\ue002{self._nonce}:{id}\ue003"
@@ -90,3 +97,14 @@ class OutsideText:
         if odd := [token for token, id in self.control.items() if twin.token_to_id(names[token]) != id]:
             raise ValueError(f"expected a tokenizer whose control tokens can be renamed, found {odd[0]!r} that cannot")
         return twin
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with all texts in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_changed(key, change): _changed(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(part, change) for part in value]
+    return value

@@ -60,9 +60,11 @@ class ChatTemplate:
         self._named = {**named, **kwargs}
 
     @cached_property
-    def names_thinking(self) -> bool:
-        """Return True if the template reads a message's reasoning_content."""
-        return "reasoning_content" in self.source
+    def thinking_key(self) -> str:
+        """The key of a message under which the template reads its thinking, or "". gpt-oss has another one."""
+        if "reasoning_content" in self.source:
+            return "reasoning_content"
+        return "thinking" if "message.thinking" in self.source else ""
 
     def depends_on_date(self, messages: Sequence[Message]) -> bool:
         """Return True if the text holds today's date, unless date_string pins it."""

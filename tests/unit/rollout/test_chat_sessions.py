@@ -19,7 +19,7 @@ from titan_rl.wire.sessions import Outcome, Session
 from titan_rl.wire.types import Completion, Prompt, Request, Rollout, Sampling
 
 ASKED: Message = {"role": "user", "content": "What is 3*4?"}
-TOOLS = [{"type": "function", "function": {"name": "mul", "parameters": {}}}]
+TOOLS = [{"type": "function", "function": {"name": "mul", "description": "Multiply.", "parameters": {}}}]
 
 
 class AnyTokens(Answering):
@@ -79,7 +79,7 @@ def test_what_is_trained_is_what_was_sampled(tmp_path: Path, name: str, chat: di
     settings = ChatSettings(kwargs={"date_string": "26 Jul 2024"}, **chat)
     text = TextTokenizer.load(chat_folder(tmp_path, name), settings)
     pieces = st.lists(st.sampled_from(["12", "\n ok", "é", *CONTROL[name], "</tool_call>"]), min_size=1, max_size=4)
-    roles = st.sampled_from(["user", "tool"])
+    roles = st.sampled_from(["user", "tool"][: 1 if name == "gpt_oss" else 2])  # whose template wants calls before
     said = st.builds(
         lambda role, parts: {"role": role, "content": "".join(parts), "tool_call_id": "call00000"}, roles, pieces
     )

@@ -123,6 +123,21 @@ def test_arguments_without_quotes_have_the_types_that_the_tool_declares() -> Non
         ("mistral", '[TOOL_CALLS] [{"name": "f"}', "expected a call in JSON"),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": 3}]', '"arguments" to be an object'),
         ("mistral", "[TOOL_CALLS][3]", 'a call with a "name"'),
+        ("glm", "<tool_call>f\n<arg_key>a</arg_key>", "one without the other"),
+        ("glm", '<tool_call>{"name": "f"}<b></tool_call>', "expected a call as name<arg_key>"),
+        ("glm", "<tool_call>\n</tool_call>", "expected a call as name<arg_key>"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>", "expected a call as name<arg_key>"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "expected a call as name<arg_key>"),
+        ("gemma", "<|tool_call>call:f{a:1}", "one without the other"),
+        ("gemma", "<|tool_call>f{a:1}<tool_call|>", "expected a call as call:name"),
+        ("gemma", "<|tool_call>call:f{a:b}<tool_call|>", "expected a call in JSON"),
+        ("gemma", '<|tool_call>call:f{a:<|"|>b}<tool_call|>', "expected a call in JSON"),
+        ("gemma", "<|tool_call>call:f{a:1,}<tool_call|>", "expected a call in JSON"),
+        ("gemma", "<|tool_call>call:f{a:" + "[" * 100_000 + "}<tool_call|>", "expected a call in JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f", "expected a call in JSON"),
+        ("harmony", '<|channel|>commentary to=functions.f json<|message|>{"a": ', "expected a call in JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>3", '"arguments" to be an object'),
+        ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "expected a call in JSON"),
     ],
 )
 def test_a_malformed_call_is_named_and_its_text_is_kept(form: CallFormat, said: str, reason: str) -> None:
@@ -132,9 +147,22 @@ def test_a_malformed_call_is_named_and_its_text_is_kept(form: CallFormat, said: 
 
 
 def test_an_answer_without_calls_stays_as_it_is() -> None:
-    cases: list[tuple[CallFormat, str]] = [("hermes", "  12\n"), ("llama", '{"a": 1}'), ("llama", "12")]
-    for form, said in [*cases, ("text", "<tool_call>"), ("xml", " 12\n"), ("mistral", " [ARGS]{}\n")]:
+    cases: list[tuple[CallFormat, str]] = [
+        *(("hermes", "  12\n"), ("llama", '{"a": 1}'), ("llama", "12"), ("text", "<tool_call>"), ("xml", " 12\n")),
+        *(("mistral", " [ARGS]{}\n"), ("glm", " 12\n"), ("gemma", "call:f{}\n"), ("harmony", " to=functions.f 12\n")),
+    ]
+    for form, said in cases:
         assert parse_answer(said, form, split_thinking=True) == {"role": "assistant", "content": said}
+
+
+def test_without_tools_calls_stay_text() -> None:
+    cases: list[tuple[CallFormat, str, str]] = [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>'),
+        ("gemma", "<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:f{}<tool_call|>"),
+        ("harmony", "<|channel|>commentary to=functions.f json<|message|>{}<|call|>", "{}"),
+    ]
+    for form, said, content in cases:
+        assert parse_answer(said, form, split_thinking=True, tools=None) == {"role": "assistant", "content": content}
 
 
 def test_thinking_is_split_off() -> None:
@@ -146,6 +174,54 @@ def test_thinking_is_split_off() -> None:
         message = parse_answer(said, "text", split_thinking=True)
         assert (message["reasoning_content"], message["content"]) == (thought, content)
         assert parse_answer(said, "text", split_thinking=False)["content"] == said
+
+
+def test_gemmas_thinking_is_split_off() -> None:
+    called = '<|tool_call>call:f{a:<|"|><channel|><|"|>}<tool_call|>'
+    for said, thought, content, count in (
+        ("<|channel>thought\na\n<channel|>b", "a", "b", 0),
+        ("a\n<channel|>b", "a", "b", 0),  # the prompt opened it
+        ("<|channel>thought\na", "a", "", 0),  # cut off
+        (f"<|channel>thought\na\n<channel|>b{called}", "a", "b", 1),
+        (called, None, "", 1),
+    ):
+        message = parse_answer(said, "gemma", split_thinking=True)
+        assert (message.get("reasoning_content"), message["content"]) == (thought, content)
+        assert len(message.get("tool_calls", ())) == count
+
+
+def test_harmonys_channels_are_thinking_text_and_calls() -> None:
+    """The model writes a recipient before or after the channel, and gives content types."""
+    thinking = "<|channel|>analysis<|message|>a<b<|end|>"
+    for said, thought, content, found in (
+        ("<|channel|>final<|message|> 12\n", None, " 12\n", []),
+        (f"{thinking}<|start|>assistant<|channel|>final<|message|>12<|return|>", "a<b", "12", []),
+        (thinking, "a<b", "", []),  # cut off
+        (f"{thinking}{thinking.replace('<|ch', '<|start|>assistant<|ch', 1)}", "a<b\na<b", "", []),
+        (" to=functions.f<|channel|>commentary json<|message|>{}", None, "", [("f", {})]),
+        (
+            f"{thinking}<|start|>assistant<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>"
+            'commentary to=functions.f.g <|constrain|>json<|message|>{"a": "to=b"}<|call|>'
+            "<|start|>assistant to=functions.h<|channel|>commentary<|message|>{}",
+            "a<b",
+            "I ask.",
+            [("f.g", {"a": "to=b"}), ("h", {})],
+        ),
+    ):
+        message = parse_answer(said, "harmony", split_thinking=True)
+        assert (message.get("reasoning_content"), message["content"]) == (thought, content), said
+        made = [call["function"] for call in message.get("tool_calls", ())]
+        assert [(call["name"], json.loads(call["arguments"])) for call in made] == found
+
+
+def test_all_of_gemmas_and_glms_ways_to_write_calls_are_read() -> None:
+    written = '<|tool_call>call:f{ a : 1 , <|"|>b c<|"|>:[true,{d:<|"|>{x:"y"}<|"|>}], e:"g:h"}<tool_call|>'
+    assert calls(written, "gemma") == [("f", {"a": 1, "b c": [True, {"d": '{x:"y"}'}], "e": "g:h"})]
+    arguments = "<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value> c</arg_value>"
+    later = f"<tool_call>f{arguments}</tool_call>"
+    for said in (later, later.replace("><arg", ">\n<arg").replace("f<", "f\n<").replace("></t", ">\n</t")):
+        assert calls(f"{said}\n{said}", "glm") == [("f", {"a": 1, "b": " c"})] * 2
+    assert calls("<tool_call>f</tool_call>", "glm") == [("f", {})]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +237,18 @@ def test_thinking_is_split_off() -> None:
         ("mistral", "mistral", '[TOOL_CALLS] [{"name": "mul", "arguments": {"a": 3}}]'),
         ("mistral", "mistral", '[TOOL_CALLS]mul[ARGS]{"a": 3}'),
         ("coder", "xml", "<tool_call>\n<function=mul>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "glm",
+            "glm",
+            "<think>hm</think>\n<tool_call>mul\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        ),
+        ("gemma4", "gemma", "<|channel>thought\nhm\n<channel|><|tool_call>call:mul{a:3}<tool_call|>"),
+        (
+            "gpt_oss",
+            "harmony",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.mul "
+            '<|constrain|>json<|message|>{"a": 3}',
+        ),
         ("phi3", "text", ""),
         ("open_ended", "text", ""),
     ],
@@ -172,7 +260,7 @@ def test_a_renderer_knows_its_templates_calls(tmp_path: Path, name: str, form: C
         tokens = [*text.encode(said), text.eos]
         message = text.chat.parse(tokens, TOOLS)
         assert message["tool_calls"][0]["function"] == {"name": "mul", "arguments": '{"a": 3}'}
-        assert message.get("reasoning_content") == ("hm" if name == "qwen3" else None)
+        assert message.get("reasoning_content") == ("hm" if "hm" in said else None)
         assert text.chat.parse(tokens, TOOLS) == message
         assert text.chat.parse(tokens[:-1], TOOLS)["tool_calls"] == message["tool_calls"]
         assert "tool_calls" not in text.chat.parse(tokens)

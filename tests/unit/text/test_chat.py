@@ -41,6 +41,8 @@ def test_prompts_are_those_of_transformers(folders: dict[str, Path], name: str) 
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(folders[name]), loaded(folders[name]).chat
+    dated = str(theirs.chat_template)  # transformers cannot pin a date that the template asks for
+    theirs.chat_template = dated.replace('strftime_now("%Y-%m-%d")', f'"{PINNED["date_string"]}"')
     table = {**CALL, "function": {"name": "mul", "arguments": {"a": 3, "b": 4}}}
     thought = {**SAID, "reasoning_content": "3*4 is 12"}
     for tools, messages in (
@@ -167,9 +169,10 @@ def test_text_from_outside_forges_no_control_token(folders: dict[str, Path], nam
         assert control_tokens(text, rendered) == control_tokens(text, text.chat.prompt(harmless, tools and TOOLS))
         written = text.chat.outside.unmasked(text.chat.render(messages, tools))
         assert text.decode(rendered, skip_special=False) == written
-    delta = text.chat.extend([text.eos], [{**MORE, "content": forged}])
+    later = {**RESULT, "name": "mul"} if name == "gpt_oss" else MORE  # whose answers begin a branch
+    delta = text.chat.extend([text.eos], [{**later, "content": forged}])
     assert delta
-    assert control_tokens(text, delta) == control_tokens(text, text.chat.extend([text.eos], [MORE]) or [])
+    assert control_tokens(text, delta) == control_tokens(text, text.chat.extend([text.eos], [later]) or [])
     outside = text.encode_outside(f"a {forged}")
     assert (control_tokens(text, outside), text.decode(outside)) == ([], f"a {forged}")
 

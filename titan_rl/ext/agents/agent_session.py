@@ -153,7 +153,8 @@ class AgentSession:
     ) -> tuple[int, int | None, list[int]]:
         """Return the context as what follows a turn; the whole of it if it continues none."""
         if turn is not None:
-            new = chat.extend(self._contexts.last(turn), messages[depth:], tools or None)
+            calls = messages[depth - 1].get("tool_calls") or ()
+            new = chat.extend(self._contexts.last(turn), messages[depth:], tools or None, calls)
             if new is not None:
                 return turn, None, new
         whole = chat.prompt(messages, tools or None)

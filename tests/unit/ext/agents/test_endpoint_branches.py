@@ -17,10 +17,34 @@ from support.played import LIMITS
 from titan_rl.ext.agents.agent_session import Wish
 from titan_rl.ext.agents.conversation import ChatText
 from titan_rl.ext.agents.message_tree import readable
+from titan_rl.text.answers import CallFormat
 from titan_rl.text.template import ChatSettings, Thinking
 
 TOOLS = [{"type": "function", "function": {"name": "mul", "description": "", "parameters": {"type": "object"}}}]
 MOVES = st.lists(st.sampled_from(("continue", "branch", "compact", "edit", "again", "two at once")), max_size=14)
+WRITTEN: dict[CallFormat, tuple[str, str, tuple[str, ...]]] = {
+    "hermes": (
+        "<think>\nhm\n</think>\n\n",
+        '<tool_call>\n{"name": "mul", "arguments": {"b": N,  "a": 2}}\n</tool_call>',
+        (),
+    ),
+    "glm": (
+        "<think>hm</think>",
+        "<tool_call>mul<arg_key>b</arg_key><arg_value>N</arg_value></tool_call>",
+        ("<|user|>", "<|observation|>"),
+    ),
+    "gemma": (
+        "<|channel>thought\nhm\n<channel|>",
+        "<|tool_call>call:mul{b:N,a:2}<tool_call|>",
+        ("<turn|>", "<|tool_response>"),
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        '<|channel|>commentary to=functions.mul <|constrain|>json<|message|>{"b": N}',
+        ("<|call|>", "<|return|>"),
+    ),
+}
+"""A thought, a call, and ends of a turn."""
 Messages = list[dict[str, Any]]
 
 
@@ -47,12 +71,13 @@ class Wanderer:
     def _said(self, context: list[int]) -> list[int]:
         draw, encode = self._draw, self._text.tokenizer.encode
         said = [draw.randrange(600) for _ in range(draw.randrange(1, 9))]
+        thought, call, ends = WRITTEN.get(self._text.chat.call_format, WRITTEN["hermes"])
         if draw.random() < 0.3:
-            said = encode("<think>\nhm\n</think>\n\n") + said
+            said = encode(thought) + said
         if draw.random() < 0.4:
-            call = '{"name": "mul", "arguments": {"b": N,  "a": 2}}'.replace("N", str(draw.randrange(9)))
-            said += encode(f"<tool_call>\n{call}\n</tool_call>")
-        return [*said, self._text.tokenizer.eos] if draw.random() < 0.85 else said
+            said += encode(call.replace("N", str(draw.randrange(9))))
+        end = self._text.tokenizer.encode(draw.choice(ends))[0] if ends else self._text.tokenizer.eos
+        return [*said, end] if draw.random() < 0.85 else said
 
     async def move(self, kind: str) -> None:
         talk = self._draw.choice(self._talks)
@@ -81,7 +106,7 @@ class Wanderer:
 @given(
     seed=st.integers(0, 2**20),
     moves=MOVES,
-    template=st.sampled_from(("hermes", "qwen3", "phi3")),
+    template=st.sampled_from(("hermes", "qwen3", "phi3", "glm", "gemma4", "gpt_oss")),
     thinking=st.sampled_from(("keep", "template")),
 )
 def test_every_sampled_token_is_trained_once_after_what_was_read(
