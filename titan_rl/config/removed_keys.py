@@ -61,7 +61,10 @@ REMOVED = {
     "training.share_prompts": Removed(True, "prompts are always shared: losses are the same"),
     "training.mixed_precision_reduce": Removed("float32", "gradients are always reduced in float32"),
     "training.gc_freq": Removed(50, "garbage is collected every 50 steps"),
-    "optimizer.name": Removed("AdamW", "the optimizer is AdamW, which with weight_decay = 0 is Adam"),
+    "optimizer.name": Removed(
+        "AdamW",
+        "the optimizer is AdamW, which with weight_decay = 0 is Adam; Muon, as TorchTitan has it, refuses CPUs (DistMuon)",
+    ),
     "optimizer.implementation": Removed("fused", "the fused implementation is always used"),
     "parallelism.enable_sequence_parallel": Removed(True, "tensor parallelism always has sequence parallelism"),
     "parallelism.fsdp_reshard_after_forward": Removed("default", "TorchTitan's default applies"),
