@@ -21,6 +21,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import init_optim_state
 
 from titan_rl.actors.endpoint import busy_seconds
+from titan_rl.actors.titan.bfloat16_moments import Bfloat16Moments
 from titan_rl.actors.titan.copies import copies_of
 from titan_rl.actors.titan.entropy_control import ENTROPY_CONTROL, EntropyControl
 from titan_rl.actors.titan.experts import take_routed
@@ -277,6 +278,8 @@ class Phase:
         optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(
             model_parts=[self._model.model]
         )
+        if o.moments == "bfloat16":
+            optimizers.optimizers = [Bfloat16Moments(each.param_groups) for each in optimizers]
         # Otherwise the first state_dict() creates the state by a step of zeros, which the bias correction would count.
         for optimizer in optimizers:
             init_optim_state(optimizer)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from support.rank_programs import MESHES
 from support.trainer_cases import samples
@@ -14,7 +14,7 @@ from titan_rl.config.sections import Config, JobSection, ModelSection
 READERS = 2  # tensor-parallel ranks of the generators
 
 
-def config_of(layout: str, *, tied: bool) -> Config:
+def config_of(layout: str, *, tied: bool, moments: Literal["master", "bfloat16"] = "master") -> Config:
     family: Family = "qwen3_moe" if "ep" in layout else "qwen3"
     base = Config(parallelism=MESHES[layout], model=ModelSection(name=family, enable_weight_tying=tied))
     config = replace(
@@ -22,11 +22,12 @@ def config_of(layout: str, *, tied: bool) -> Config:
         training=replace(base.training, seq_len=64, local_batch_size=1, gradient_sync="microbatch"),
         generator=replace(base.generator, tensor_parallel_degree=READERS),
         algorithm=replace(base.algorithm, name="sft"),
+        optimizer=replace(base.optimizer, moments=moments),
     )
     return on_device(config, "cpu")
 
 
-def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
+def allocated(folder: Path, layout: str, tied: bool, moments: Literal["master", "bfloat16"]) -> dict[str, int]:
     """Return the bytes of the fullest rank, by purpose."""
     import torch
     import torch.distributed as dist
@@ -40,7 +41,7 @@ def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.weight_plan import plan
 
-    config = replace(config_of(layout, tied=tied), job=JobSection(dump_folder=str(folder)))
+    config = replace(config_of(layout, tied=tied, moments=moments), job=JobSection(dump_folder=str(folder)))
     shape = shape_of(config.model)
     model: Any = RoleModel("trainer", config, shape, config.parallelism)
     model.begin_phase("rl", 0)

@@ -1,5 +1,7 @@
 """A dry run's bytes are the bytes that ranks allocate: FSDP2, TP, both, and experts over ranks, with an optimizer."""
 
+from typing import Literal
+
 import pytest
 
 from support.gloo_ranks import on_ranks
@@ -10,13 +12,16 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.weight_source import SLOTS
 
 
-@pytest.mark.parametrize(("layout", "tied"), [("tp2", True), ("fsdp2_tp2", False), ("fsdp2_ep2", False)])
-def test_ranks_allocate_what_was_planned(layout: str, tied: bool) -> None:
-    config = config_of(layout, tied=tied)
+@pytest.mark.parametrize(
+    ("layout", "tied", "moments"),
+    [("tp2", True, "master"), ("fsdp2_tp2", False, "bfloat16"), ("fsdp2_ep2", False, "master")],
+)
+def test_ranks_allocate_what_was_planned(layout: str, tied: bool, moments: Literal["master", "bfloat16"]) -> None:
+    config = config_of(layout, tied=tied, moments=moments)
     shape, p = shape_of(config.model), config.parallelism
     sharded = ask_titan(questions(config, shape))["trainer"]
     planned = {name: part.nbytes for name, part in trained(config, shape, p, sharded).parts.items()}
-    found = on_ranks(p.world_size, allocated, layout, tied)
+    found = on_ranks(p.world_size, allocated, layout, tied, moments)
 
     assert found["weights"] == planned["weights"]
     assert found["gradients"] == planned["gradients"]

@@ -126,6 +126,9 @@ class OptimizerSection:
     """Adam's epsilon."""
     weight_decay: float = bounds(0.0, ge=0, le=100)
     """Decoupled weight decay."""
+    moments: Literal["master", "bfloat16"] = "master"
+    """Dtype in which Adam's two moments are stored: the master weights' (training.dtype), or bfloat16, which takes 4
+    bytes per float32 parameter less on ranks, in checkpoints and in snapshots. Updates are computed in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ REMOVED = {
     "training.gc_freq": Removed(50, "garbage is collected every 50 steps"),
     "optimizer.name": Removed(
         "AdamW",
-        "the optimizer is AdamW, which with weight_decay = 0 is Adam; Muon, as TorchTitan has it, refuses CPUs (DistMuon)",
+        "the optimizer is AdamW, which with weight_decay = 0 is Adam; TorchTitan's Muon (DistMuon) refuses CPUs",
     ),
     "optimizer.implementation": Removed("fused", "the fused implementation is always used"),
     "parallelism.enable_sequence_parallel": Removed(True, "tensor parallelism always has sequence parallelism"),

@@ -26,7 +26,6 @@ from titan_rl.wire.parts import part
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
-TENSORS = 3  # per trained parameter: its value, and Adam's two moments
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 BYTES_PER_TOP_TOKEN = 64  # an id, and float32 numbers: two log-probs, what the divergence keeps, gradients
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
@@ -182,8 +181,10 @@ def trained(
         state["adapter bank"] = MemoryPart(2 * adapters.banked * changed * each, formula)
     if averages:
         state["teacher's average"] = MemoryPart(changed * each, f"{own} x {each}")
-    moments = f"{own} x {each} x 2 moments" + (f" x {adapters.optimizers} policies" if adapters.optimizers > 1 else "")
-    state["optimizer"] = MemoryPart(2 * adapters.optimizers * changed * each, moments)
+    moment = moment_bytes(config)
+    moments = f"{own} x {moment} x 2 moments"
+    moments += f" x {adapters.optimizers} policies" if adapters.optimizers > 1 else ""
+    state["optimizer"] = MemoryPart(2 * adapters.optimizers * changed * moment, moments)
     reduced = {"gradients": MemoryPart(changed * each, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
@@ -518,9 +519,20 @@ def far(measured: int, estimated: int) -> bool:
     return abs(measured - estimated) > estimated / 10
 
 
-def saved_tensors(config: Config, mesh: str) -> int:
-    """Return the tensors per trained parameter in a checkpoint or snapshot of a mesh."""
-    return TENSORS + (mesh == "trainer" and config.algorithm.averages)
+BFLOAT16_BETA = 1 - 2**-8
+"""The largest beta with which moments in bfloat16, of 8 bits, decay: a smaller change is rounded away."""
+
+
+def moment_bytes(config: Config) -> int:
+    """Return the bytes of one of Adam's two moments per trained parameter."""
+    return BYTES["bfloat16" if config.optimizer.moments == "bfloat16" else config.training.dtype]
+
+
+def saved_bytes(config: Config, mesh: str) -> int:
+    """Return the bytes per trained parameter in a checkpoint or snapshot of a mesh: its value and Adam's moments, and
+    the policy's moving average."""
+    values = 1 + (mesh == "trainer" and config.algorithm.averages)
+    return values * BYTES[config.training.dtype] + 2 * moment_bytes(config)
 
 
 def frozen_roles(config: Config) -> list[str]:
@@ -771,7 +783,7 @@ def host_loads(
             held[host][kind] += nbytes
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
-                own_states = offloaded(config, sharded[name], saved_tensors(config, name), adapters)
+                own_states = offloaded(config, sharded[name], name, adapters)
                 held[host]["offloaded states"] += own_states
         if config.activation_checkpoint.mode == "offload":
             for host in hosts[name]:
@@ -779,11 +791,13 @@ def host_loads(
     return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
 
 
-def offloaded(config: Config, sharded: ShardedModel, saved: int = TENSORS, adapters: AdapterCounts = ONE_POLICY) -> int:
-    """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded.
-    `saved`: tensors per trained parameter besides its gradient."""
-    others = 2 * adapters.banked + 2 * (adapters.optimizers - 1)  # tensors of other policies
-    trained = (saved + 1 + others) * (sharded.adapters or sharded.held) * BYTES[config.training.dtype]
+def offloaded(
+    config: Config, sharded: ShardedModel, mesh: str = "trainer", adapters: AdapterCounts = ONE_POLICY
+) -> int:
+    """Return the bytes of weights, gradients and optimizer states of a rank: in host memory, if they are offloaded."""
+    values = (1 + 2 * adapters.banked) * BYTES[config.training.dtype]  # gradients, and values of other policies
+    others = 2 * (adapters.optimizers - 1) * moment_bytes(config)
+    trained = (saved_bytes(config, mesh) + values + others) * (sharded.adapters or sharded.held)
     frozen = sharded.held - sharded.adapters if sharded.adapters else 0
     return trained + frozen * BYTES[config.lora.base_dtype]
 

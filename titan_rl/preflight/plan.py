@@ -7,9 +7,9 @@ from pathlib import Path
 
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
-from titan_rl.config.sections import BYTES, Config, RewardModelSection, TeacherSection
+from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.added_parameters import trained_parameters, with_adapter_sync
-from titan_rl.preflight.memory import ONE_POLICY, TENSORS, AdapterCounts, on_cpu, on_gpus, saved_tensors
+from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_bytes
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.unfit_rows import first_unfit, fits, unfit_rows
@@ -78,9 +78,8 @@ class Setup:
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all trained models: each trained parameter's value, and Adam's two moments; of the
         policy also its moving average, if there is one."""
-        critic = TENSORS * self.shape.parameters * self.config.algorithm.needs_critic
-        trained = trained_parameters(self.config.lora, self.shape) * saved_tensors(self.config, "trainer")
-        return (trained + critic) * BYTES[self.config.training.dtype]
+        critic = self.shape.parameters * self.config.algorithm.needs_critic * saved_bytes(self.config, "critic")
+        return critic + trained_parameters(self.config.lora, self.shape) * saved_bytes(self.config, "trainer")
 
     @property
     def finished(self) -> bool:

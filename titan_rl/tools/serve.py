@@ -144,6 +144,8 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
             'placement.kind, algorithm.name: expected "disaggregated" and an algorithm that samples with --tinker, '
             f"because trainers and generators work at once, found {config.placement.kind!r}, {config.algorithm.name!r}"
         )
+    if config.optimizer.moments != "master":
+        raise UsageError(f'optimizer.moments: expected "master" with --tinker, found "{config.optimizer.moments}"')
     bound = bound_socket(options.host, options.port)
     try:
         with RunLock(Path(config.job.dump_folder)) as lock:

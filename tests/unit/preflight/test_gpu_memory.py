@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from support.checked_configs import config as config_from
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
+from titan_rl.ext.snapshots.sizes import MemoryOfSnapshots
+from titan_rl.preflight.checks import problems
 from titan_rl.preflight.checks.machine import check_gpu_memory
 from titan_rl.preflight.memory import (
     GIB,
@@ -20,10 +24,11 @@ from titan_rl.preflight.memory import (
     engine_weights,
     measured_trainer,
     needs,
+    offloaded,
     on_gpus,
-    saved_tensors,
+    saved_bytes,
 )
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
 EIGHT, ONE = "grpo_llama3_8b", "grpo_qwen3_0_6b_1gpu"
 
@@ -57,8 +62,34 @@ def test_a_moving_average_is_one_copy_of_what_is_trained() -> None:
     before, after = (needs(each, LLAMA_8B, 0)["trainer"].own.kept for each in (one, averaged))
     assert after["teacher's average"].nbytes * 2 == after["optimizer"].nbytes == before["optimizer"].nbytes
     assert "teacher's average" not in before  # it lends the reference, a copy of all weights
-    assert [saved_tensors(each, "trainer") for each in (one, averaged)] == [3, 4]
-    assert [saved_tensors(each, "critic") for each in (one, averaged)] == [3, 3]
+    assert [saved_bytes(each, "trainer") for each in (one, averaged)] == [12, 16]
+    assert [saved_bytes(each, "critic") for each in (one, averaged)] == [12, 12]
+
+
+def test_moments_in_bfloat16_take_four_bytes_per_parameter_less() -> None:
+    """On ranks, on disk, in host memory and in snapshots."""
+    own, rounded = (
+        on_gpus(load(find(EIGHT), [("optimizer.moments", moments)]), LLAMA_8B, 0) for moments in ("master", "bfloat16")
+    )
+    parts = [needs(each, LLAMA_8B, 0)["trainer"].own.kept for each in (own, rounded)]
+    assert parts[1]["optimizer"].nbytes * 2 == parts[0]["optimizer"].nbytes
+    assert [saved_bytes(each, "trainer") for each in (own, rounded)] == [12, 8]
+    cut = ShardedModel(held=1000, whole=8000, block=1, last=1)
+    assert [offloaded(each, cut) for each in (own, rounded)] == [16_000, 12_000]
+    assert [MemoryOfSnapshots(each).of_mesh("trainer", LLAMA_8B) // LLAMA_8B.parameters for each in (own, rounded)] == [
+        24,
+        16,
+    ]
+
+
+def test_betas_with_which_rounded_moments_never_decay_are_refused(tmp_path: Path) -> None:
+    for beta2, decays in ((0.996, True), (0.9961, False), (0.999, False)):
+        found = problems(config_from(tmp_path, f'[optimizer]\nbeta2 = {beta2}\nmoments = "bfloat16"'))
+        assert bool(found) != decays
+        assert not found or found[0].startswith("optimizer.beta2: expected at most 0.996094 with optimizer.moments")
+        moment = torch.ones((), dtype=torch.bfloat16)
+        assert ((moment.float() * beta2).bfloat16() < moment) or not decays
+    assert problems(config_from(tmp_path, "[optimizer]\nbeta2 = 0.999")) == []
 
 
 def test_fp8_halves_an_engines_linear_weights() -> None:

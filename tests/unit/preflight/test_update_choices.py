@@ -188,7 +188,7 @@ def test_an_installation_without_the_planner_chooses_by_the_length_of_rows(monke
     ("name", "card", "gpus", "keys"),
     [
         ("Qwen3-1.7B", "RTX 4090", 1, ["training.enable_cpu_offload", "lora.rank"]),
-        ("Qwen3-8B", "H200", 1, ["training.enable_cpu_offload", "lora.rank"]),
+        ("Qwen3-8B", "H200", 1, ["optimizer.moments", "training.enable_cpu_offload", "lora.rank"]),
         ("Llama-3.1-405B", "H100", 8, ["training.enable_cpu_offload"]),
     ],
 )
@@ -197,15 +197,16 @@ def test_a_refusal_names_each_resort_that_fits_with_its_price(name: str, card: s
     config = with_adapter_sync(asked(name, card, 512, 1024, gpus), shape, "cuda")
     refused = next(check_gpu_memory(config, shape, nbytes, most=gpus))
     advice = refused.rpartition("; ")[2]
-    named = re.findall(r"([a-z_]+\.[a-z_]+) = (\w+) needs ([\d.]+) GiB \(([^)]+)\)", advice)
+    named = re.findall(r'([a-z_]+\.[a-z_]+) = "?(\w+)"? needs ([\d.]+) GiB \(([^)]+)\)', advice)
     assert [key for key, *_ in named] == keys, refused
     for key, value, gib, price in named:
-        other = changed(config, {key: True if value == "true" else int(value)})
+        other = changed(config, {key: {"true": True, "bfloat16": value}.get(value) or int(value)})
         assert not [each for each in check_gpu_memory(other, shape, nbytes, most=gpus) if "[parallelism]" in each]
         need = needs(on_gpus(other, shape, nbytes), shape, nbytes)["trainer"]
         assert f"{need.nbytes / GIB:.1f}" == gib
         assert ("host memory per rank" in price) == (key == "training.enable_cpu_offload")
         assert ("trains adapters of" in price) == (key == "lora.rank")
+        assert ("keep 8 of 24 bits" in price) == (key == "optimizer.moments")
 
 
 def test_no_resort_is_named_that_another_check_refuses() -> None:
@@ -216,6 +217,10 @@ def test_no_resort_is_named_that_another_check_refuses() -> None:
     (advice, *_) = (each.rpartition("; ")[2] for each in check_gpu_memory(small, shape, nbytes, most=1))
     assert "enable_cpu_offload" not in advice
     assert "lora.rank" in advice
+    shape, nbytes = FACTS.shape("Qwen3-8B"), int(FACTS.gpu("H200").memory_gb * GIB)
+    slow = replace(asked("Qwen3-8B", "H200", 512, 1024), optimizer=c.OptimizerSection(beta2=0.999))
+    assert "optimizer.moments" not in next(check_gpu_memory(slow, shape, nbytes, most=1)).rpartition("; ")[2]
+    shape, nbytes = FACTS.shape("Qwen3-1.7B"), int(23.9 * GIB)
     small = replace(small, algorithm=replace(config.algorithm, routing_replay=True), lora=c.LoraSection(rank=16))
     assert all("lora.rank = 16 needs" not in each for each in check_gpu_memory(small, shape, nbytes, most=1))
 

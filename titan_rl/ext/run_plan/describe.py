@@ -20,6 +20,7 @@ from titan_rl.preflight.memory import (
     filled_cache,
     frozen_roles,
     gib,
+    moment_bytes,
     sequences_at_once,
     size,
     trainer_needs,
@@ -265,8 +266,9 @@ def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape)
     trained = trained_parameters(config.lora, shape) if adapted else shape.parameters
     shards = p.shards * p.tensor_parallel_degree
     holds = f"frozen weights {size(weights // shards)} per rank"
+    each = 2 * (BYTES[training.dtype] + moment_bytes(config))
     if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
-        holds = f"weights, gradients, AdamW: {size(4 * trained * BYTES[training.dtype] // shards)} per rank"
+        holds = f"weights, gradients, AdamW: {size(each * trained // shards)} per rank"
     if adapted:
         frozen = shape.parameters * BYTES[config.lora.base_dtype]
         holds = f"frozen weights {size(frozen // shards)}, adapters with {holds.removeprefix('weights, ')}"

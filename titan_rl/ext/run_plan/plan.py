@@ -7,7 +7,7 @@ from titan_rl.config.sections import BYTES
 from titan_rl.ext.run_plan.describe import describe
 from titan_rl.ext.run_plan.sharding import checked_sharding
 from titan_rl.preflight.added_parameters import added_parameters
-from titan_rl.preflight.memory import TENSORS, UNKNOWN, Cut, count, size
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, moment_bytes, size
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.plan_view import RunPlan
 
@@ -41,7 +41,7 @@ def policies_fact(setup: Setup) -> str:
     config, several = setup.config, len(setup.policies)
     adapters = added_parameters(config.lora, setup.shape).number()
     each, shards = adapters * BYTES[config.training.dtype], config.parallelism.shards
-    bank, states = (several - 1) * 2 * each, several * (TENSORS - 1) * each
+    bank, states = (several - 1) * 2 * each, several * 2 * adapters * moment_bytes(config)
     moved = adapters * BYTES[config.generator.dtype]
     return (
         f"{several} over one base, {count(adapters)} parameters each. Trainers keep values and gradients of those not "

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_rl.config.sections import BYTES, Config, Dtype
+from titan_rl.config.sections import Config
 from titan_rl.ext.snapshots.snapshot_parts import KEPT, peer_of
-from titan_rl.preflight.memory import GIB, TENSORS, saved_tensors, trained_by, trained_meshes
+from titan_rl.preflight.memory import GIB, saved_bytes, trained_by, trained_meshes
 from titan_rl.preflight.snapshot_sizes import Held, SnapshotSizes
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.model_shape import ModelShape
@@ -13,12 +13,10 @@ from titan_rl.wire.model_shape import ModelShape
 OWN, PEERS = "snapshots", "peers' snapshots"
 
 
-def snapshot_bytes(parameters: int, dtype: Dtype, replicas: int, tensors: int = TENSORS) -> int:
-    """Return the host memory that snapshots of a trained model take; each HSDP replica keeps its own.
-
-    KEPT * tensors * bytes(dtype) * parameters * replicas: 24 bytes per float32 parameter.
-    """
-    return KEPT * tensors * BYTES[dtype] * parameters * replicas
+def snapshot_bytes(parameters: int, each: int, replicas: int) -> int:
+    """Return the host memory that snapshots of a trained model take, with `each` bytes per parameter; each HSDP replica
+    keeps its own. 24 bytes per float32 parameter."""
+    return KEPT * each * parameters * replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,8 @@ class MemoryOfSnapshots(SnapshotSizes):
         p = trained_meshes(self.config).get(mesh)
         if p is None:
             return 0
-        trained, dtype = trained_by(self.config, mesh, shape), self.config.training.dtype
-        return snapshot_bytes(trained, dtype, p.data_parallel_replicate_degree, saved_tensors(self.config, mesh))
+        trained, each = trained_by(self.config, mesh, shape), saved_bytes(self.config, mesh)
+        return snapshot_bytes(trained, each, p.data_parallel_replicate_degree)
 
     def by_host(self, mesh: str, shape: ModelShape, hosts: Sequence[int], number: int) -> Iterator[Held]:
         each = self.of_mesh(mesh, shape) // len(hosts)
@@ -43,11 +41,11 @@ class MemoryOfSnapshots(SnapshotSizes):
                 yield peer, PEERS, each
 
     def formulas(self, peers: int) -> dict[str, str]:
-        config, tensors = self.config, TENSORS + self.config.algorithm.averages
+        config, each = self.config, saved_bytes(self.config, "trainer")
         rate = min((gbps for gbps in (config.hosts.link_gbps, config.fault.snapshot_gbps) if gbps), default=0.0)
         seconds = f", at least {8 * (peers // KEPT) / (rate * 1e9):.2g} s at {rate:g} Gbit/s" if rate else ""
         return {
-            OWN: f"{KEPT} x {tensors} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
+            OWN: f"{KEPT} x {each} per parameter, over the trainers' hosts",
             PEERS: f"of another host: each snapshot moves half of it{seconds}",
         }
 

@@ -80,6 +80,7 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     yield from unreadable or list(task.check_row_lengths(config)) or task.check_chat(config)  # with readable assets
     yield from algorithm.check_steps(config)
     yield from algorithm.check_titan_keys(config)
+    yield from algorithm.check_moments(config)
     yield from algorithm.check_algorithm(config)
     yield from rollouts.check_evaluation(config)
     for each in checks_of_parts(config):

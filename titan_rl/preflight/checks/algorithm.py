@@ -10,6 +10,7 @@ from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.model import policy_tokenizer
+from titan_rl.preflight.memory import BFLOAT16_BETA
 from titan_rl.preflight.probe import probe
 from titan_rl.preflight.refusal import problem, written
 from titan_rl.wire.model_shape import ModelShape
@@ -250,6 +251,17 @@ def check_titan_keys(config: Config) -> Iterator[str]:
             yield f'override.imports: expected each override once, found "{target}" twice'
         else:
             yield from probe(target, None, "override.imports")
+
+
+def check_moments(config: Config) -> Iterator[str]:
+    """Check that rounded moments decay."""
+    if config.optimizer.moments != "bfloat16":
+        return
+    for key in ("beta1", "beta2"):
+        beta = getattr(config.optimizer, key)
+        if beta > BFLOAT16_BETA:
+            expected = f'at most {BFLOAT16_BETA:.6g} with optimizer.moments = "bfloat16", where others never decay'
+            yield f"optimizer.{key}: expected {expected}, found {beta}"
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.added_parameters import trained_parameters, with_adapter_sync
 from titan_rl.preflight.checks.parts import MODEL_CHECKS, checks_of_parts
 from titan_rl.preflight.memory import (
+    BFLOAT16_BETA,
     GIB,
     ONE_POLICY,
     UNKNOWN,
@@ -26,7 +27,6 @@ from titan_rl.preflight.memory import (
     needs,
     offloaded,
     on_gpus,
-    saved_tensors,
     size,
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
@@ -206,7 +206,7 @@ def _refused(config: Config, shape: ModelShape) -> bool:
     if quantized and list(quantized(config, shape, "cuda")):
         return True
     p, memory = config.parallelism, config.hosts.memory_gb * GIB
-    states = offloaded(config, by_formula(shape, p, config.lora), saved_tensors(config, "trainer"))
+    states = offloaded(config, by_formula(shape, p, config.lora))
     return config.training.enable_cpu_offload and 0 < memory < states * -(-p.world_size // config.hosts.number)
 
 
@@ -219,7 +219,9 @@ def price(keys: Mapping[str, Any], config: Config, planned: Config, shape: Model
         costs.append(f"trains adapters of {100 * share:.2g}% of the parameters")
     if t.enable_cpu_offload and not config.training.enable_cpu_offload:
         cut = by_formula(shape, planned.parallelism, planned.lora)
-        costs.append(f"{gib(offloaded(planned, cut, saved_tensors(planned, 'trainer')))} GiB of host memory per rank")
+        costs.append(f"{gib(offloaded(planned, cut))} GiB of host memory per rank")
+    if planned.optimizer.moments != config.optimizer.moments:
+        costs.append("Adam's moments keep 8 of 24 bits")
     times = part("times of updates")
     if times and planned.lora.on == config.lora.on and any(not key.startswith("generator.") for key in keys):
         of = times(shape, gpu_bytes)
@@ -271,6 +273,10 @@ def _last_resorts(config: Config, name: str, most: int) -> Iterator[dict[str, An
             "generator.replicas": most // g.tensor_parallel_degree,
         }
         yield {"placement.kind": "colocated", **keys}
+    if config.optimizer.moments == "master" and t.dtype == "float32" and not config.lora.on and name != "generator":
+        yield from [{"optimizer.moments": "bfloat16"}] * (
+            max(config.optimizer.beta1, config.optimizer.beta2) <= BFLOAT16_BETA
+        )
     if not t.enable_cpu_offload and (name != "generator" or colocated):
         yield {"training.enable_cpu_offload": True}
     if not config.lora.on and name in ("trainer", "generator") and (name == "trainer" or colocated):

@@ -24,7 +24,9 @@ Terms = Mapping[str, Mapping[str, float]]
 """Seconds of each rate, by the names of its terms."""
 HEAD = 128256 * 4096
 """Vocabulary x width of the measured log-prob head."""
-OPTIMIZER_BYTES = 32  # Adam reads and writes weights and moments, and reads gradients twice, in float32
+OPTIMIZER_BYTES = {"master": 32, "bfloat16": 56}
+"""Adam reads and writes weights and moments, and reads gradients twice, in float32. Moments in bfloat16 are widened and
+rounded too."""
 DRAWN = 512  # quantiles that stand for a distribution
 
 
@@ -192,7 +194,7 @@ class Roofline:
             "microbatch_s": {"launches": max(0.0, host - device), "gathers": hidden(per_microbatch) + ends},
             "update_s": {
                 "gathers": hidden(per_update) + kept / shape.n_layers,
-                "optimizer": OPTIMIZER_BYTES * own / rate,
+                "optimizer": OPTIMIZER_BYTES[c.optimizer.moments] * own / rate,
             },
             "score_s": {"scores": sum(place.values()) / 3},
         }
