@@ -181,8 +181,16 @@ class GeneratorMesh(Fleet):
                 arrived[replica.memory] += sum(cost.remote for cost in (*fetched, switched))
         ranks = [rank for fetched, _ in costs.values() for rank in fetched]
         cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in costs.items()}, refused)
-        fell_back = tuple(rank.fell_back for rank in ranks if rank.fell_back)
-        return replace(cost, into_host=max(arrived.values(), default=0), fell_back=fell_back)
+        by_replica = [
+            (replica.name, each) for replica, (fetched, switched) in costs.items() for each in (*fetched, switched)
+        ]
+        return replace(
+            cost,
+            into_host=max(arrived.values(), default=0),
+            relayed=sum(rank.relayed for rank in ranks),
+            fell_back=tuple(each.fell_back for _, each in by_replica if each.fell_back),
+            unreached=tuple(name for name, each in by_replica if each.fell_back),
+        )
 
     async def sleep(self) -> dict[Replica, tuple[int, int]]:
         """Stop every engine until the next pull, also with unfinished requests. Return the free bytes and all bytes of

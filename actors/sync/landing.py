@@ -73,7 +73,7 @@ class Landing:
     @property
     def connection(self) -> Connection:
         names, link = [run.transport.name for run in self._runs], self._link
-        return Connection(names, link.copy, link.senders) if link else Connection(names, None)
+        return Connection(names, link.copy, link.senders, link.relay) if link else Connection(names, None)
 
     def _linked(self, siblings: Sequence[HostCopy]) -> ReaderLink:
         """Link this reader to the trainer ranks whose memory it cannot map."""
@@ -95,9 +95,13 @@ class Landing:
     def _received(self) -> int:
         return self._link.received if self._link else 0
 
+    @property
+    def _relayed(self) -> int:
+        return self._link.relayed if self._link else 0
+
     async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float, note: Any = None) -> ReaderCost:
         """Fetch every run. Fails within `timeout` seconds if a source is gone. With a note, the link has them sent."""
-        began, before, self._announced = time.perf_counter(), self._received, None
+        began, before, relayed, self._announced = time.perf_counter(), self._received, self._relayed, None
         await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
@@ -116,6 +120,7 @@ class Landing:
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
             remote=self._received - before,
+            relayed=self._relayed - relayed,
             fell_back=fell_back,
         )
 
@@ -127,11 +132,11 @@ class Landing:
         if strange := {each.version for each in self._announced} - {version} if version is not None else set():
             raise WeightsRefused(f"expected manifests of version {version}, found {', '.join(map(str, strange))}")
         manifests, self._announced, self._held = self._announced, None, None
-        began, before = time.perf_counter(), self._received
+        began, before, fell_back = time.perf_counter(), self._received, ""
         self._put(manifests, self._wanted)
         written = time.perf_counter()
         if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
-            await self._fetch(manifests, wrong, timeout, again=True)
+            fell_back = await self._fetch(manifests, wrong, timeout, again=True)
             self._put(manifests, wrong)
             if self._writer is not None:
                 self._refuse_quantized(manifests, self._writer)
@@ -139,7 +144,8 @@ class Landing:
                 self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
         verify = time.perf_counter() - written
-        return ReaderCost(write=written - began, verify=verify, remote=self._received - before)
+        remote = self._received - before
+        return ReaderCost(write=written - began, verify=verify, remote=remote, fell_back=fell_back)
 
     def forget(self) -> None:
         """Mark the parameters as empty: the next fetch must be a whole one, and an earlier fetch is void."""

@@ -126,21 +126,28 @@ class ReaderLink(Protocol):
     runs: Sequence[Transport]
     copy: HostCopy  # for the other readers of its host
     senders: tuple[int, ...]  # trainer ranks that can send to it
+    relay: Any  # its offer to readers of other hosts; None: it passes nothing on
 
     @property
     def received(self) -> int:
         """Count the bytes that this reader has copied."""
         ...
 
+    @property
+    def relayed(self) -> int:
+        """Count the bytes that it has copied from hosts without trainers."""
+        ...
+
     async def fetch(
         self, wanted: Sequence[tuple[Manifest, list[int]]], seconds: float, *, again: bool = False, note: Any = None
     ) -> str:
         """Fetch the wanted blocks of each run, or the ones that no other reader of this host has fetched; with `again`,
-        all of them. With a note they are sent. Return why that failed, if it did: then they have been read."""
+        all of them. With a note they are sent. Return why that failed, if it did, now or in the fetch before: then they
+        have been read from the trainers."""
         ...
 
     def leave(self) -> None:
-        """Let no fetch in progress wait for other readers."""
+        """Let no fetch in progress wait for other readers, and pass nothing on any more."""
 
 
 def is_remote(place: str, how: How) -> bool:

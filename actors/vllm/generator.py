@@ -281,7 +281,10 @@ class Generator(Actor):
         engine, self._reported[slot] = now.since(self._reported.get(slot, EngineStats())), now
         write, verify = max(cost.write for cost in costs), max(cost.verify for cost in costs)
         pause, remote = time.perf_counter() - began, sum(cost.remote for cost in costs)
-        switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, remote=remote, engine=engine))
+        fell_back = next((cost.fell_back for cost in costs if cost.fell_back), "")
+        switched.set_result(
+            ReaderCost(write=write, verify=verify, pause=pause, remote=remote, fell_back=fell_back, engine=engine)
+        )
 
     def _gather(self, outcome: T) -> list[T]:
         """Return every rank's outcome, on every rank."""

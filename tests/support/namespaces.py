@@ -93,9 +93,16 @@ class SeparateHost:
 
     def received(self) -> int:
         """Return the bytes that have come from other hosts."""
+        return int(self._counters()[1])
+
+    def sent(self) -> int:
+        """Return the bytes that have left for other hosts."""
+        return int(self._counters()[9])
+
+    def _counters(self) -> list[str]:
         table = Path(f"/proc/{self.init.pid}/net/dev").read_text()
         (row,) = (line.split() for line in table.splitlines() if line.strip().startswith("eth0:"))
-        return int(row[1])
+        return row
 
     def pids(self) -> set[int]:
         """Return the processes of its living ranks."""
@@ -168,6 +175,14 @@ class Switch:
 
     def unplug(self, port: str) -> None:
         self._ip("link", "set", port, "nomaster")  # still up: its host sees no difference
+
+    def limit(self, name: str, rate: str) -> None:
+        """Limit a host's port in each direction, to a rate such as "200mbit"."""
+        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
+        host = self.hosts[name]
+        for init, device in ((self._init, host.port), (host.init, "eth0")):
+            inside = ["nsenter", "--target", str(init.pid), "--net", "tc", "qdisc", "add", "dev", device]
+            subprocess.run([*inside, *shape], check=True)
 
     def _ip(self, *words: str) -> None:
         subprocess.run(["nsenter", "--target", str(self._init.pid), "--net", "ip", *words], check=True)

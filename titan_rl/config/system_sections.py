@@ -207,6 +207,10 @@ class WeightSyncSection:
     leaves the old ones, "drain" finishes them first. "auto": "keep" on GPUs with a lag if allowed, else "swap"."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
+    relay: Switch = "auto"
+    """Hosts that have a version pass it on in chains, one for each host of the trainers, instead of all reading from
+    the trainers. "auto": with verify = "live", if at least three hosts read per host of the trainers. Broadcasts
+    need none."""
     gap_tolerance: float = bounds(0.0, ge=0, le=1e6)
     """Largest mean difference between the log-probs of generators and trainers, on one prompt after the first sync. A
     larger one ends the run before it trains. 0: 0.001 if all is float32, else 0.1; with generator.quantization 0.2

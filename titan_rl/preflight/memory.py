@@ -770,10 +770,14 @@ def host_loads(
     for host, runs in zip(hosts["trainer"], sent, strict=True):
         own[host] += sum(runs) * each
     homes = {places[0] for mesh, places in hosts.items() if mesh.startswith("generator")}
-    for host, nbytes in enumerate(own):
-        if nbytes:
-            held[host]["staged weights"] += SLOTS * nbytes
-            leaving[host] = nbytes * (len(homes) - (host in homes))
+    senders = {host for host, nbytes in enumerate(own) if nbytes}
+    readers, passed_on = sorted(homes - senders), part("readers of trainers")
+    first = passed_on(config.weight_sync, len(senders), len(readers)) if passed_on else len(readers)
+    for host in senders:
+        held[host]["staged weights"] += SLOTS * own[host]
+        leaving[host] = own[host] * (first + len(homes & senders - {host}))
+    for home in readers[first:]:  # this number of hosts pass the version on, once
+        leaving[home] = sum(own)
     for home in homes:
         arriving[home] = sum(own) - own[home]
         if arriving[home]:

@@ -72,6 +72,8 @@ def step_metrics(
         "engine/training_seconds": stats.seconds,
         **_sync_metrics(sync),
     }
+    if sync.relayed:
+        metrics["sync/bytes_relayed"] = sync.relayed
     if sync.fell_back:
         metrics["sync/fell_back"] = len(sync.fell_back)
     if sync.changed is not None:

@@ -3,7 +3,8 @@
 once          trainers.shards ─┐
               generator pieces ┴─ plan ── trainers.stage (two slots) ── generators.connect
 every step    trainers.publish (pack into the free slot) ── generators.pull (fetch, write in place, verify, new version)
-                                                            of replicas on one host, one fetches from other hosts
+                                                            of replicas on one host, one fetches from other hosts;
+                                                            of many hosts, few from the trainers (ext/relay)
 
 A slot is packed again only when every reader that began to read it has released it, so version n + 1 may be published
 while readers are still busy with n.
@@ -32,7 +33,7 @@ from titan_rl.wire.parts import part
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.weight_plan import WeightPlan, is_adapter, plan
-from titan_rl.wire.weight_source import NO_NOTES, Notes, Source
+from titan_rl.wire.weight_source import FORCES_LINKS, NO_NOTES, Notes, Source
 
 T = TypeVar("T")
 
@@ -177,11 +178,13 @@ class WeightSync:
             )
             for g in range(tp)
         ]
+        relays, linked = part("relays of hosts"), apart or sync.transport in FORCES_LINKS
+        sync = replace(sync, relay=bool(relays and linked and relays.settled(sync, sources, places)))
         self._sync, self._readers = sync, tp
         self._seconds = config.comm.train_timeout_seconds
         async with self._pulling:
             transports = Counter(await self._generators.connect(sources, sync))
-            make = part("notes of publications")
+            make = relays if sync.relay else part("notes of publications")
             self._link = make() if make else None
             self._sources = sources
             self._lost.clear()
@@ -189,6 +192,8 @@ class WeightSync:
         self.transports = ", ".join(names)
         if (sharers := max(self._generators.sharers, default=1)) > 1:
             self.transports += f", read once for up to {sharers} replicas of a host"
+        if sync.relay:
+            self.transports += ", passed on from host to host"
         self._generators.tend(self.catch_up, self._release)
         return self.plan
 

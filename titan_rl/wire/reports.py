@@ -71,7 +71,8 @@ class ReaderCost:
     changed: int = 0  # blocks fetched
     blocks: int = 0  # blocks of the publication
     remote: int = 0  # bytes that this rank, or this engine's ranks, brought to their host from others
-    fell_back: str = ""  # why a broadcast did not bring it all; empty: it did, or there was none
+    relayed: int = 0  # bytes of `remote` that came from hosts without trainers
+    fell_back: str = ""  # why a broadcast or a relay did not bring it all; empty: it did, or there was none
     engine: EngineStats = field(default_factory=EngineStats)  # counts since the previous switch
 
 
@@ -91,5 +92,7 @@ class SyncStats:
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
     engines: Mapping[str, EngineStats] = field(default_factory=dict)  # each replica's counts since the previous sync
     into_host: int = 0  # most bytes that came to one host from others
-    fell_back: tuple[str, ...] = ()  # readers that a broadcast did not reach, each with the reason
+    relayed: int = 0  # bytes that hosts without trainers sent to others
+    fell_back: tuple[str, ...] = ()  # readers that a broadcast or a relay did not reach, each with the reason
+    unreached: tuple[str, ...] = ()  # the replica of each of them
     refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

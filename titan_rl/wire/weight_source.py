@@ -79,6 +79,7 @@ class Connection:
     transports: list[str]  # by source
     copy: HostCopy | None  # None: it maps the memory of every source
     senders: tuple[int, ...] = ()  # trainer ranks that can send to it, so that it need not read from them
+    relay: Any = None  # its link's offer to readers of other hosts; None: it passes nothing on
 
 
 @dataclass(frozen=True, slots=True)

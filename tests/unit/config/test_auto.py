@@ -98,7 +98,8 @@ def test_a_resolved_config_resolves_to_itself_and_has_no_auto(name: str, device:
     assert load(tmp_path / "config.toml") == once
     left = {(section, key) for section, keys in schema().items() for key in keys if at(once, section, key) == "auto"}
     models = {("model", "name"), ("lora", "sync")}  # the model decides them (preflight/added_parameters.py)
-    assert left <= models | {("hosts", "device"), ("hosts", "isolation"), ("weight_sync", "transport")}
+    places = {("weight_sync", "transport"), ("weight_sync", "relay")}  # where the ranks are
+    assert left <= models | places | {("hosts", "device"), ("hosts", "isolation")}
 
 
 def test_a_device_decides_what_an_expert_would_write() -> None:

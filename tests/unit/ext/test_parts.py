@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "column routes": {"algorithm": {"routing_replay": True}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
     "quantized rows": {"generator": {"quantization": "int8"}},
+    "relays of hosts": {"weight_sync": {"relay": True}},
     "reward processes": {"task": {"reward": "a_module:score"}},
     "row lengths": {"task": {"bad_rows": "drop"}},
     "fault.snapshot_interval": {"fault": {"snapshot_interval": 2}},

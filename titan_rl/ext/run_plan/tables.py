@@ -205,9 +205,11 @@ def sync_table(config: Config, shape: ModelShape, loads: list[HostLoad]) -> Part
     busiest = max(max(load.received, load.sent) for load in loads)
     if not busiest:
         return PartTable("weight sync, each step", rows, "through shared memory: no byte leaves its host")
+    passed_on = any(load.sent and "staged weights" not in load.held for load in loads)
+    to_whom = "as hosts pass it on (weight_sync.relay)" if passed_on else "to all hosts with generators"
     rows += [
         ("into a host", size(max(load.received for load in loads)), "at most, each byte once for all its replicas"),
-        ("out of a host", size(max(load.sent for load in loads)), "at most, to all hosts with generators"),
+        ("out of a host", size(max(load.sent for load in loads)), f"at most, {to_whom}"),
     ]
     if not link:
         return PartTable("weight sync, each step", rows, "hosts.link_gbps is not given: no lower bound")

@@ -83,6 +83,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
     ("quantized rows", "generator.quantization", lambda config: config.generator.quantization != "none"),
+    ("relays of hosts", "weight_sync.relay", lambda config: config.weight_sync.relay is True),
     ("reward processes", "task.reward_workers", calls_functions),
     ("row lengths", "task.bad_rows", lambda config: config.task.bad_rows == "drop"),
     ("snapshots", "fault.snapshot_interval", lambda config: config.fault.snapshot_interval not in (0, SNAPSHOT_STEPS)),
@@ -101,6 +102,7 @@ CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.trackers.checks", tracks),
     ("tools.launch.checks", lambda config: config.launch != LaunchSection()),
     ("ext.hosts.checks", spans_hosts),
+    ("ext.relay.checks", lambda config: config.weight_sync.relay is True),
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 

@@ -19,6 +19,7 @@ from titan_rl.tools.plan.facts import Facts, Gpu
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Rates, Spread, SyncRates, TrainerRates, Work, threads_of
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import part
 
 Terms = Mapping[str, Mapping[str, float]]
 """Seconds of each rate, by the names of its terms."""
@@ -263,14 +264,16 @@ class Roofline:
     @property
     def crossing_bytes(self) -> float:
         """Return the bytes through the busiest node's ports in a sync: all of a version into each node with engines,
-        out of the nodes with trainers."""
+        out of the nodes with trainers, unless nodes pass it on."""
         c, node = self.config, self.gpu.per_node
         if self.hosts == 1:
             return 0.0
         if c.placement.kind == "colocated":
             return self.version_bytes * (self.hosts - 1) / self.hosts
         trainers = math.ceil(c.parallelism.world_size / node)
-        return self.version_bytes * max(1.0, (self.hosts - trainers) / trainers)
+        readers, passed_on = self.hosts - trainers, part("readers of trainers")
+        first = passed_on(c.weight_sync, trainers, readers) if passed_on else readers
+        return self.version_bytes * max(1.0, first / trainers)
 
 
 @dataclass(frozen=True)

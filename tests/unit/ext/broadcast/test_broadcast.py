@@ -110,7 +110,7 @@ class Meshes:
 @pytest.fixture(autouse=True)
 def one_sided_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch.rdma.RDMABuffer", Slice)
-    monkeypatch.setattr(remote_run, "_reads", Reads)
+    monkeypatch.setattr(remote_run, "reads", Reads)
     monkeypatch.setattr(Reads, "bytes", 0)
 
 

@@ -204,7 +204,7 @@ def test_a_slice_is_read_once_for_all_readers(
     delta: bool, wants: list[tuple[list[int], list[tuple[int, set[int]]]]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_run, "_reads", Read)
+        patch.setattr(remote_run, "reads", Read)
         trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
         memories = [made, *(HostMemory([(160, 4)], 7, [made.copy]) for _ in range(2))]
         readers = [RemoteRun(trainer.registered, memory.runs[0], BLOCKS, delta=delta) for memory in memories]
@@ -224,7 +224,7 @@ def test_a_slice_is_read_once_for_all_readers(
 
 
 def test_what_another_publication_brought_is_not_fetched_again_under_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_run, "_reads", Read)
+    monkeypatch.setattr(remote_run, "reads", Read)
     for delta in (True, False):
         trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
         mapped = HostMemory([(160, 4)], 7, [made.copy])
@@ -239,7 +239,7 @@ def test_what_another_publication_brought_is_not_fetched_again_under_delta(monke
 
 
 def test_a_slot_with_another_publication_is_told_and_leaves_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_run, "_reads", Read)
+    monkeypatch.setattr(remote_run, "reads", Read)
     trainer, made = FakeTrainer(), HostMemory([(160, 4)], 7)
     first, second = (
         RemoteRun(trainer.registered, memory.runs[0], BLOCKS, delta=False)

@@ -10,6 +10,7 @@ from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, LoraSection, ModelSection, ParallelismSection
 from titan_rl.config.toml import find, load
 from titan_rl.ext.run_plan.sharding import CannotShard, ask_titan, questions
+from titan_rl.ext.run_plan.tables import sync_table
 from titan_rl.preflight.memory import GIB, HostLoad, by_formula, host_loads, needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
@@ -115,6 +116,31 @@ def test_a_byte_crosses_a_link_once_per_receiving_host() -> None:
     found = loads(config, [[100, 100]] * 8)
     assert [(load.received, load.sent) for load in found] == [(0, 3200), (0, 3200), (3200, 0), (3200, 0)]
     assert [dict(load.held) for load in found] == [{"staged weights": 3200}] * 2 + [{"received weights": 3200}] * 2
+
+
+def test_hosts_that_pass_weights_on_relieve_the_trainers_ports() -> None:
+    """Host 0 trains, 1 to 3 sample."""
+    config = on_device(load(find("grpo_llama3_8b")), "cuda")
+    config = replace(
+        config,
+        parallelism=mesh(shard=2, tp=2),
+        generator=replace(config.generator, replicas=3, tensor_parallel_degree=4),
+        hosts=replace(config.hosts, count=4, slots=4, link_gbps=0.0000064),
+        fault=replace(config.fault, snapshot_interval=0),
+    )
+    found = {}
+    for relay in (False, "auto"):
+        keys = replace(config.weight_sync, relay=relay)
+        each = loads(replace(config, weight_sync=keys), [[100] * 4] * 4)
+        found[relay] = [load.sent for load in each]
+        assert [load.received for load in each] == [0, 3200, 3200, 3200]
+        table = sync_table(replace(config, weight_sync=keys), LLAMA_8B, each)
+        rows = [what for name, _, what in table.rows if name == "out of a host"]
+        assert rows == [
+            "at most, as hosts pass it on (weight_sync.relay)" if relay else "at most, to all hosts with generators"
+        ]
+        assert table.total.startswith(f"at least {4 if relay else 12} s")
+    assert found == {False: [9600, 0, 0, 0], "auto": [3200, 0, 3200, 3200]}
 
 
 def test_nothing_crosses_a_link_within_a_host() -> None:

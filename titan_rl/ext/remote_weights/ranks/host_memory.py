@@ -72,7 +72,8 @@ class HostMemory:
         elif (other := os.fstat(self._fd).st_size) != size:
             raise RuntimeError(f"expected {size} bytes of weights in the memory of this host's readers, found {other}")
         octets = MappedFile(self._fd, size, access=mmap.ACCESS_WRITE).octets(pinned)
-        self._words: Words = octets[: 8 * words].numpy().view(np.uint64)
+        self.header = octets[: 8 * words]
+        self._words: Words = self.header.numpy().view(np.uint64)
         if shared_fd is None:
             self._words[DIGEST] = digest
         elif (other_digest := int(self._words[DIGEST])) != digest:

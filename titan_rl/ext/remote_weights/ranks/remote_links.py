@@ -3,7 +3,8 @@
     trainer rank   RegisteredRuns   offers its runs, once
     reader         RemoteReads      fetches the slices that the memory of its host lacks
 
-If the trainer ranks also send their runs by broadcast (ext/broadcast), these reads fetch what did not arrive.
+If the trainer ranks also send their runs by broadcast (ext/broadcast), or other hosts pass them on (ext/relay), these
+reads fetch what did not arrive.
 """
 
 import asyncio
@@ -91,28 +92,45 @@ class RemoteReads(ReaderLink):
         self.senders = tuple(stores)
         self._receiver = needed_part("broadcasts of readers", KEY)(stores, gpu) if stores else None
         name = self._receiver.name if self._receiver else ""
+        relays = sync.relay is True and not stores
         self.runs = self._runs = [
-            RemoteRun(link, held, spans, delta=sync.delta, name=name if link.meets else "")
+            RemoteRun(link, held, spans, delta=sync.delta, name=name if link.meets else "", passes_on=relays)
             for link, held, spans in zip(links, self._memory.runs, blocks, strict=True)
         ]
+
+        self._relay = None
+        if relays:
+            hosts = len({source.offer.place for source in sources})
+            slices = [[part.size() for part in link.slices[0]] for link in links]
+            self._relay = needed_part("relays of readers", "weight_sync.relay")(self._memory, hosts, slices, reader)
+        self.relay = self._relay.offer if self._relay else None
 
     @property
     def received(self) -> int:
         return sum(run.received for run in self._runs)
 
+    @property
+    def relayed(self) -> int:
+        return self._relay.relayed if self._relay else 0
+
     async def fetch(
         self, wanted: Sequence[tuple[Manifest, list[int]]], seconds: float, *, again: bool = False, note: Any = None
     ) -> str:
-        if note is None and not any(indices for _, indices in wanted):
+        if self._relay is None and note is None and not any(indices for _, indices in wanted):
             return ""
         far, failure = list(zip(self._runs, wanted, strict=True)), ""
         async with self._memory.writing(self._reader, seconds) as remaining:
             ends = time.monotonic() + remaining
-            if note is not None:
+            if self._relay is not None:
+                runs = [(run, *each) for run, each in far]
+                failure = self._relay.blamed(wanted) if again else await self._relay.fetch(runs, note, remaining / 2)
+            elif note is not None:
                 failure = await asyncio.to_thread(self._receive, wanted, note, remaining / 2)
             left = max(ends - time.monotonic(), 0.0)
             reads = [
-                run.fetch_blocks(manifest, indices, left, again=again) for run, (manifest, indices) in far if indices
+                run.fetch_blocks(manifest, indices, left, again=again)
+                for run, (manifest, indices) in far
+                if indices or self._relay is not None
             ]
             await asyncio.gather(*reads)
         return failure
@@ -131,6 +149,8 @@ class RemoteReads(ReaderLink):
         self._memory.leave()
         if self._receiver is not None:
             self._receiver.leave()
+        if self._relay is not None:
+            self._relay.leave()
 
 
 def _host_memory(sources: Sequence[Source], siblings: Sequence[HostCopy], *, pinned: bool) -> HostMemory:

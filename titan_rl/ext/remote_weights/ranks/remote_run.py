@@ -1,8 +1,9 @@
 """One run over a link: slices that the memory of this host's readers lacks, by RDMABuffer reads or by a broadcast."""
 
+import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from monarch.rdma import RDMAAction, RDMABuffer
 
 
+LANES = 4  # slices in flight where they are passed on one by one
+
+
 class RemoteRun(Transport):
     """Reads of a run's slices, all in flight together."""
 
@@ -30,20 +34,22 @@ class RemoteRun(Transport):
         *,
         delta: bool,
         name: str = "",
+        passes_on: bool = False,
     ) -> None:
         """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums count as equal
         bytes, so that unchanged slices of an earlier publication are not fetched again. `name`: of broadcasts, if they
-        come first."""
+        come first. If other hosts read the run from this one, it `passes_on` each slice as soon as it is here."""
         self.name = name or one_sided(registered.stamps.backend)
         self.received = 0  # bytes that this reader has fetched
-        self._held, self._delta = host_run, delta
+        self._registered = registered
+        self._held, self._delta, self._passes_on = host_run, delta, passes_on
         sizes = [part.size() for part in registered.slices[0]]
         self._parts: list[list[tuple[RDMABuffer, Tensor]]] = [
             list(zip(slices, host_run.octets.split(sizes), strict=True)) for slices in registered.slices
         ]
-        self._whole = [_reads(parts) for parts in self._parts]  # resubmitted: addresses never change
+        self._whole = [reads(parts) for parts in self._parts]  # resubmitted: addresses never change
         self._stamps = torch.empty(SLOTS, dtype=torch.int64)
-        self._stamp = _reads([(registered.stamps, self._stamps.view(torch.uint8))])
+        self._stamp = reads([(registered.stamps, self._stamps.view(torch.uint8))])
         self._found: int | None = None  # the trainer's stamp, if the last read brought another publication
         ends = np.cumsum(sizes)
         firsts, lasts = np.array([first for first, _ in blocks]), np.array([last for _, last in blocks])
@@ -78,10 +84,16 @@ class RemoteRun(Transport):
         missing = self._missing(wanted, keys)
         if missing:
             self._empty(manifest, missing)
+            if self._passes_on:
+                await self._fetch_singly(manifest, missing, keys, timeout)
+                if self._found is not None:
+                    return
+                missing = []
+        if missing:
             parts = self._parts[manifest.slot]
             whole = len(missing) == len(parts)
-            reads = self._whole[manifest.slot] if whole else _reads([parts[part] for part in missing])
-            await reads.submit(timeout=math.ceil(timeout))
+            action = self._whole[manifest.slot] if whole else reads([parts[part] for part in missing])
+            await action.submit(timeout=math.ceil(timeout))
             await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
             self.received += sum(len(parts[part][1]) for part in missing)
             if (stamp := int(self._stamps[manifest.slot])) != manifest.serial:
@@ -89,6 +101,42 @@ class RemoteRun(Transport):
                 return
             run.keys[missing] = keys[missing]
         run.stamp[0] = manifest.serial
+
+    async def _fetch_singly(self, manifest: Manifest, missing: Sequence[int], keys: Words, timeout: float) -> None:
+        """Fetch slices one by one, so that each can be passed on while the next ones come."""
+        parts, waiting = self._parts[manifest.slot], iter(missing)
+
+        async def fetch_in_turn() -> None:
+            stamps = torch.empty(SLOTS, dtype=torch.int64)
+            stamp = reads([(self._registered.stamps, stamps.view(torch.uint8))])
+            for part in waiting:
+                await reads([parts[part]]).submit(timeout=math.ceil(timeout))
+                await stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
+                self.received += len(parts[part][1])
+                if (found := int(stamps[manifest.slot])) != manifest.serial:
+                    self._found = found
+                    return
+                self._held.keys[part] = keys[part]
+
+        await asyncio.gather(*(fetch_in_turn() for _ in range(min(LANES, len(missing)))))
+
+    def await_relayed(self, manifest: Manifest, wanted: Sequence[int]) -> Mapping[int, int]:
+        """Return the key of each slice that the memory lacks and that one of the `wanted` blocks needs. They are marked
+        as no publication's. The caller holds the memory's lock."""
+        keys = self._keys(manifest)
+        missing = self._missing(wanted, keys)
+        if missing:
+            self._empty(manifest, missing)
+        return {part: int(keys[part]) for part in missing}
+
+    def place_of(self, part: int) -> Tensor:
+        """Return the bytes of a slice."""
+        return self._parts[0][part][1]
+
+    def relayed(self, part: int, key: int) -> None:
+        """Mark a slice as the one with this key."""
+        self.received += len(self.place_of(part))
+        self._held.keys[part] = key
 
     def missing(self, manifest: Manifest, wanted: Sequence[int]) -> list[bool]:
         """Return, by slice, whether the memory lacks it and one of the `wanted` blocks needs it."""
@@ -135,7 +183,7 @@ class RemoteRun(Transport):
         return np.array([checksum(sums[first:last].tobytes()) for first, last in self._touching], np.uint64)
 
 
-def _reads(parts: "Sequence[tuple[RDMABuffer, Tensor]]") -> "RDMAAction":
+def reads(parts: "Sequence[tuple[RDMABuffer, Tensor]]") -> "RDMAAction":
     from monarch.rdma import RDMAAction  # where every reader maps the memory, Monarch is not needed
 
     action = RDMAAction()

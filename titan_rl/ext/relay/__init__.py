@@ -1,0 +1,1 @@
+"""Hosts that have a version of the weights pass it on to other hosts."""
