@@ -91,8 +91,11 @@ class Relays:
 
     def pulled(self, notes: Notes, cost: SyncStats) -> str:
         """Let no host follow one that has failed another. Return a warning, or ""."""
-        self._informed |= {self._offers[name][0] for name in notes.replicas if name in cost.engines}
         unreached = set(cost.unreached)
+        if cost.relayed:  # else the notes may not have been sent, as when a replica was lost just before
+            reached = cost.engines.keys() - unreached
+            self._informed |= {self._offers[name][0] for name in notes.replicas if name in reached}
+        self._informed -= {self._offers[name][0] for name in unreached if name in self._offers}
         for name in {notes.replicas[name][0].name for name in unreached if name in notes.replicas} - unreached:
             self._broken.update(self._offers.get(name, ()))
         if not unreached:

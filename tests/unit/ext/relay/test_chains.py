@@ -83,9 +83,11 @@ class FakeReplica:
         self.connections = [Connection(["a link"], copy, relay=offer) for offer in offers]
 
 
-def cost(names: Any, unreached: Any = ()) -> SyncStats:
+def cost(names: Any, unreached: Any = (), relayed: int = 1) -> SyncStats:
     why = tuple(f"{name} failed" for name in unreached)
-    return SyncStats(1, engines=dict.fromkeys(names, EngineStats()), fell_back=why, unreached=tuple(unreached))
+    return SyncStats(
+        1, relayed=relayed, engines=dict.fromkeys(names, EngineStats()), fell_back=why, unreached=tuple(unreached)
+    )
 
 
 def before(relays: Relays, replicas: list[Any]) -> dict[str, str]:
@@ -109,6 +111,8 @@ def test_offers_are_sent_once_per_epoch_and_again_to_a_replica_that_was_replaced
         [False] * 2,
         [True] * 2,
     ]
+    relays.pulled(again, cost(["g0", "g1", "g2", "g3"], relayed=0))
+    assert relays.notes(everyone, 1).replicas["g2"][0].offer is not None, "its note may not have been sent"
     everyone[3] = FakeReplica("g3", 5, 7, 8)
     later = relays.notes(everyone, 1)
     assert later.replicas["g3"][0].offer is replicas[2].connections[0].relay
