@@ -7,8 +7,9 @@
     entropy = lse(z) - sum softmax(z) z        nats
 
 The logits [T, V] never exist as a whole: one tile at a time is computed, reduced to four numbers per token and
-overwritten, and computed again in the backward pass. With p = softmax(z), and g and h the gradients of
-log-prob and entropy:
+overwritten, and computed again in the backward pass: four products. With `keep_logits` they stay in memory as the
+matmul leaves them, three products give the same bits, and a second backward still finds them. With p = softmax(z), and
+g and h the gradients of log-prob and entropy:
 
     dz = g (onehot(target) - p) - h p (log p + entropy)
 
@@ -87,13 +88,23 @@ class Tile:
         self.product = self.logits if float32_logits else self.rounded
         self.scratch = torch.empty_like(self.logits)
 
-    def logits_and_scratch(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def logit_dtype(self) -> torch.dtype:
+        return self.product.dtype
+
+    def multiply(
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a window's logits before the temperature, in `out` or in the memory of all windows."""
         shape = (len(hidden_TD), len(weight_VD))
-        size = shape[0] * shape[1]
-        product_TV, logits_TV = self.product[:size].view(shape), self.logits[:size].view(shape)
+        product_TV = self.product[: shape[0] * shape[1]].view(shape) if out is None else out
         kind = product_TV.dtype
-        torch.mm(hidden_TD.to(kind), weight_VD.to(kind).T, out=product_TV)
-        if kind != self.dtype:
+        return torch.mm(hidden_TD.to(kind), weight_VD.to(kind).T, out=product_TV)
+
+    def logits_and_scratch(self, product_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size, shape = product_TV.numel(), product_TV.shape
+        logits_TV = self.logits[:size].view(shape)
+        if logits_TV.data_ptr() != product_TV.data_ptr():
             logits_TV.copy_(product_TV)
         if self.scale != 1:
             logits_TV.mul_(self.scale)
@@ -102,20 +113,20 @@ class Tile:
     def add_to(
         self,
         sums: SoftmaxSums,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
+        product_TV: torch.Tensor,
         targets_T: torch.Tensor,
         kept_TB: torch.Tensor | None = None,
         others_TK: torch.Tensor | None = None,
     ) -> None:
         """Add a window of the vocabulary to `sums`; ids and `kept_TB` count from the window's start."""
-        logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        logits_TV, scratch_TV = self.logits_and_scratch(product_TV)
+        width = product_TV.shape[1]
         if kept_TB is not None:
-            logits_TV.masked_fill_(dropped(kept_TB, len(weight_VD)), DROPPED)
+            logits_TV.masked_fill_(dropped(kept_TB, width), DROPPED)
         if others_TK is not None and sums.others_TK is not None:
-            column_TK, inside_TK = _columns(others_TK, len(weight_VD))
+            column_TK, inside_TK = _columns(others_TK, width)
             sums.others_TK.add_(logits_TV.gather(1, column_TK) * inside_TK)
-        column_T1, inside_T1 = _columns(targets_T.unsqueeze(1), len(weight_VD))
+        column_T1, inside_T1 = _columns(targets_T.unsqueeze(1), width)
         sums.target_T.add_((logits_TV.gather(1, column_T1) * inside_T1).squeeze(1))
         sums.move_(torch.maximum(sums.max_T, logits_TV.amax(1)))
         shifted_TV = logits_TV.sub_(sums.max_T.unsqueeze(1))
@@ -123,16 +134,17 @@ class Tile:
         sums.mass_T.add_(exponentials_TV.sum(1))
         sums.moment_T.add_(exponentials_TV.mul_(shifted_TV).sum(1))
 
-    def descent(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, incoming: Incoming) -> torch.Tensor:
-        """Return -dz in the inputs' dtype; `incoming` counts from the window's start.
+    def descent(self, product_TV: torch.Tensor, incoming: Incoming) -> torch.Tensor:
+        """Return -dz in the inputs' dtype; `incoming` counts from the window's start. Kept logits stay as they are.
 
         If the entropy is detached, return -dz / g = p - onehot instead: the caller scales smaller tensors by g. The
         target is subtracted before the cast to bf16, in which p of a confident token would be 1.
         """
-        logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        logits_TV, scratch_TV = self.logits_and_scratch(product_TV)
+        width = product_TV.shape[1]
         if incoming.kept_TB is not None:
-            logits_TV.masked_fill_(dropped(incoming.kept_TB, len(weight_VD)), DROPPED)
-        column_T1, inside_T1 = _columns(incoming.targets_T.unsqueeze(1), len(weight_VD))
+            logits_TV.masked_fill_(dropped(incoming.kept_TB, width), DROPPED)
+        column_T1, inside_T1 = _columns(incoming.targets_T.unsqueeze(1), width)
         onehot_T1 = inside_T1.to(self.dtype)
         logprobs_TV = logits_TV.sub_(incoming.lse_T.unsqueeze(1))
         descent_TV = torch.exp(logprobs_TV, out=scratch_TV)
@@ -144,7 +156,7 @@ class Tile:
             descent_TV.mul_(logprobs_TV.mul_(h_T1).add_(g_T1 + h_T1 * incoming.entropy_T.unsqueeze(1)))
         descent_TV.scatter_add_(1, column_T1, -onehot_T1)
         if incoming.others is not None:
-            column_TK, inside_TK = _columns(incoming.others[0], len(weight_VD))
+            column_TK, inside_TK = _columns(incoming.others[0], width)
             descent_TV.scatter_add_(1, column_TK, -incoming.others[1] * inside_TK)
         if self.rounded.dtype == self.dtype:
             return descent_TV
@@ -171,7 +183,9 @@ def softmax_sums(
     targets_T: torch.Tensor,
     kept_TB: torch.Tensor | None = None,
     others_TK: torch.Tensor | None = None,
+    kept_logits: torch.Tensor | None = None,
 ) -> SoftmaxSums:
+    """Reduce all windows of the logits. Their products stay in `kept_logits`, if given: T x V in any order."""
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
     if others_TK is not None:
         sums = replace(sums, others_TK=torch.zeros_like(others_TK, dtype=tile.dtype))
@@ -179,8 +193,17 @@ def softmax_sums(
         for t in _windows(len(hidden_TD), tile.tokens):
             kept_tB = None if kept_TB is None else kept_TB[t, v.start // 8 :]
             others = [] if others_TK is None else [others_TK[t] - v.start]
-            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start, kept_tB, *others)
+            product_TV = tile.multiply(hidden_TD[t], weight_VD[v], _part(kept_logits, len(hidden_TD), t, v))
+            tile.add_to(sums[t], product_TV, targets_T[t] - v.start, kept_tB, *others)
     return sums
+
+
+def _part(kept_logits: torch.Tensor | None, tokens: int, t: slice, v: slice) -> torch.Tensor | None:
+    """Return a window among the kept logits of all `tokens`. Each is contiguous, as a tile's memory is."""
+    if kept_logits is None:
+        return None
+    shape, start = (t.stop - t.start, v.stop - v.start), tokens * v.start + t.start * (v.stop - v.start)
+    return kept_logits[start : start + shape[0] * shape[1]].view(shape)
 
 
 def _gradients(
@@ -188,6 +211,7 @@ def _gradients(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     incoming: Incoming,
+    kept_logits: torch.Tensor | None,
     hidden_needs_grad: bool,
     weight_needs_grad: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -202,7 +226,10 @@ def _gradients(
     for v in _windows(len(weight_VD), tile.vocabulary):
         window_VD = None if whole or grad_weight_VD is None else torch.zeros_like(weight_VD[v], dtype=tile.dtype)
         for t in windows:
-            descent_TV = tile.descent(hidden_TD[t], weight_VD[v], incoming.at(t, v.start))
+            product_TV = _part(kept_logits, len(hidden_TD), t, v)
+            if product_TV is None:
+                product_TV = tile.multiply(hidden_TD[t], weight_VD[v])
+            descent_TV = tile.descent(product_TV, incoming.at(t, v.start))
             if grad_hidden_TD is not None:
                 tile.add_product(grad_hidden_TD[t], descent_TV, weight_VD[v])
             if window_VD is not None:
@@ -221,6 +248,7 @@ class _Options(NamedTuple):
     group: dist.ProcessGroup | None
     with_entropy_grad: bool
     float32_logits: bool
+    keep_logits: bool
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -235,11 +263,14 @@ class _TokenLogprob(torch.autograd.Function):
         options: _Options,
     ) -> tuple[torch.Tensor, ...]:
         tile = _tile(hidden_TD, weight_VD, options, plain=others_TK is not None)
-        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB, others_TK)
+        logits = None
+        if options.keep_logits:
+            logits = hidden_TD.new_empty(len(hidden_TD) * len(weight_VD), dtype=tile.logit_dtype)
+        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB, others_TK, logits)
         if options.group is not None:
             sums = sums.over_group(options.group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK, logits)
         ctx.options = options
         ctx.set_materialize_grads(False)
         if not options.with_entropy_grad:
@@ -254,7 +285,7 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator makes ctx positional
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> Any:
-        hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB, others_TK, logits = ctx.saved_tensors
         options: _Options = ctx.options
         logprob_grad_T, entropy_grad_T, *others_grad = grad_outputs
         if logprob_grad_T is None:
@@ -263,9 +294,8 @@ class _TokenLogprob(torch.autograd.Function):
         if others and entropy_grad_T is None:  # p then has another factor than the target's onehot
             entropy_grad_T = torch.zeros_like(lse_T)
         incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T, kept_TB, others)
-        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
-        tile = _tile(hidden_TD, weight_VD, options, plain=others is not None)
-        hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, hidden_needs_grad, weight_needs_grad)
+        tile = _tile(hidden_TD, weight_VD, options, plain=others_TK is not None)  # the forward's: so are its windows
+        hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, logits, *ctx.needs_input_grad[:2])
         if hidden is not None:
             if options.group is not None:
                 dist.all_reduce(hidden, dist.ReduceOp.SUM, options.group)
@@ -282,6 +312,7 @@ def token_logprob(
     shard: tuple[dist.ProcessGroup, int] | None = None,
     with_entropy_grad: bool = False,
     float32_logits: bool = False,
+    keep_logits: bool = False,
     kept: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -296,7 +327,8 @@ def token_logprob(
     ranks. Weight's gradient covers this rank's rows. Hidden's is the full gradient: the backward pass sums it over the
     group, so callers must not.
 
-    `kept` has the tokens' masks over weight's rows, [T, ceil(rows / 8)] uint8 (kept_bits.py).
+    `kept` has the tokens' masks over weight's rows, [T, ceil(rows / 8)] uint8 (kept_bits.py). With `keep_logits` a
+    forward that a backward may follow keeps T x rows logits for it.
     """
     if hidden_TD.shape[:-1] != targets_T.shape:
         raise ValueError(
@@ -310,13 +342,14 @@ def token_logprob(
     if kept is not None and group is None and flat_T.device.type == "cpu" and not keeps(kept, flat_T).all():
         place = int(keeps(kept, flat_T).logical_not().nonzero()[0])
         raise IndexError(f"expected each target in its kept set, found token {flat_T[place]} of place {place} dropped")
+    follows = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     logprob_T, entropy_T, *others_TK = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
         flat_T - start,
         kept,
         None if others is None else others - start,
-        _Options(temperature, group, with_entropy_grad, float32_logits),
+        _Options(temperature, group, with_entropy_grad, float32_logits, keep_logits and follows),
     )
     return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape), *others_TK
 

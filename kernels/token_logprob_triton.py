@@ -2,7 +2,7 @@
 
     forward     tile of logits <- cuBLAS        softmax_sums_kernel adds it to four sums a token: reads it once
     backward    tile of logits <- cuBLAS        descent_kernel turns it into -dz: reads it and writes it once
-                                                cuBLAS multiplies -dz twice, and adds to float32 totals itself
+                (or none, if they were kept)    cuBLAS multiplies -dz twice, and adds to float32 totals itself
 
 A forward with the matmul in the same Triton kernel never writes a logit, but its tiles of 64 x 128 read their operands
 from L2 at 43 FLOP a byte, which allows about a quarter of the tensor cores' rate (docs/benchmarks.md).
@@ -10,14 +10,16 @@ from L2 at 43 FLOP a byte, which allows about a quarter of the tensor cores' rat
 # ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types; its launcher passes plain values for constexpr
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from functools import cached_property, partial
+
 import torch
 import triton
 import triton.language as tl
 
+from titan_rl.kernels.logit_windows import window
+from titan_rl.kernels.peak_flops import peak_flops
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
-TILE_ELEMENTS = 2**25  # 64 MiB of bf16; not measured. A window's vocabulary is a multiple of 8, as kept sets need it
-MOST_TOKENS = 8192  # tokens per tile
 SUMS_BLOCK, SUMS_WARPS = 4096, 8
 DESCENT_BLOCK = 1024
 # One number per token each. Their alignment varies with the number of tokens, and must not cause a compilation.
@@ -106,8 +108,8 @@ def descent_kernel(
 
 
 class FusedTile:
-    """Windows [tokens, vocabulary] of the logits, all computed in the same memory. As high as the tokens allow: a
-    window's part of weight's gradient is then one product, and the weight is read once."""
+    """Windows [tokens, vocabulary] of the logits, computed in the same memory unless they are kept. As high as the
+    tokens allow: a window's part of weight's gradient is then one product, and the weight is read once."""
 
     fused = True
     dtype = torch.float32  # sums and totals
@@ -115,33 +117,42 @@ class FusedTile:
     def __init__(
         self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
     ) -> None:
-        self.tokens = min(1 << max(len(hidden_TD) - 1, 0).bit_length(), MOST_TOKENS)
-        self.vocabulary = TILE_ELEMENTS // self.tokens
+        (tokens, width), words = hidden_TD.shape, len(weight_VD)
+        self.tokens, self.vocabulary = window(tokens, words, width, peak_flops(hidden_TD.device))
         self.scale = 1 / temperature
-        size = min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD))
-        product = self.dtype if float32_logits else hidden_TD.dtype
-        self._product = torch.empty(size, dtype=product, device=hidden_TD.device)
-        self._descent = self._product.to(hidden_TD.dtype)  # the same memory where the dtypes agree
+        self.logit_dtype = self.dtype if float32_logits else hidden_TD.dtype
+        self._new = partial(hidden_TD.new_empty, min(self.tokens, tokens) * min(self.vocabulary, words))
+        self._same = self.logit_dtype == hidden_TD.dtype
 
-    def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Return the window's logits before the temperature."""
+    @cached_property
+    def _product(self) -> torch.Tensor:
+        return self._new(dtype=self.logit_dtype)
+
+    @cached_property
+    def _descent(self) -> torch.Tensor:
+        return self._product if self._same else self._new()
+
+    def multiply(
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the window's logits before the temperature, as Tile.multiply does."""
         shape = (len(hidden_TD), len(weight_VD))
-        product_TV = self._product[: shape[0] * shape[1]].view(shape)
-        if product_TV.dtype == hidden_TD.dtype:
+        product_TV = self._product[: shape[0] * shape[1]].view(shape) if out is None else out
+        if self._same:
             return torch.mm(hidden_TD, weight_VD.T, out=product_TV)
         return torch.mm(hidden_TD, weight_VD.T, out_dtype=product_TV.dtype, out=product_TV)
 
     def add_to(
         self,
         sums: SoftmaxSums,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
+        product_TV: torch.Tensor,
         targets_T: torch.Tensor,
         kept_TB: torch.Tensor | None = None,
     ) -> None:
         """Add a window of the vocabulary to `sums`; `targets_T` and `kept_TB` count from the window's start."""
-        softmax_sums_kernel[(len(hidden_TD),)](
-            self.multiply(hidden_TD, weight_VD),
+        tokens, words = product_TV.shape
+        softmax_sums_kernel[(tokens,)](
+            product_TV,
             targets_T,
             sums.max_T,
             sums.mass_T,
@@ -149,20 +160,20 @@ class FusedTile:
             sums.target_T,
             targets_T if kept_TB is None else kept_TB,
             0 if kept_TB is None else kept_TB.stride(0),
-            len(weight_VD),
+            words,
             self.scale,
             kept_TB is not None,
             SUMS_BLOCK,
             num_warps=SUMS_WARPS,
         )
 
-    def descent(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, incoming: Incoming) -> torch.Tensor:
+    def descent(self, product_TV: torch.Tensor, incoming: Incoming) -> torch.Tensor:
         """Return -dz as Tile.descent does."""
-        logits_TV = self.multiply(hidden_TD, weight_VD)
-        descent_TV = self._descent[: logits_TV.numel()].view(logits_TV.shape)
+        tokens, words = product_TV.shape
+        descent_TV = self._descent[: product_TV.numel()].view(product_TV.shape)
         entropy_grad_T, kept_TB = incoming.entropy_grad_T, incoming.kept_TB
-        descent_kernel[len(hidden_TD), triton.cdiv(len(weight_VD), DESCENT_BLOCK)](
-            logits_TV,
+        descent_kernel[tokens, triton.cdiv(words, DESCENT_BLOCK)](
+            product_TV,
             descent_TV,
             incoming.targets_T,
             incoming.lse_T,
@@ -171,7 +182,7 @@ class FusedTile:
             incoming.lse_T if entropy_grad_T is None else entropy_grad_T.contiguous(),
             incoming.targets_T if kept_TB is None else kept_TB,
             0 if kept_TB is None else kept_TB.stride(0),
-            len(weight_VD),
+            words,
             self.scale,
             entropy_grad_T is not None,
             kept_TB is not None,

@@ -11,15 +11,15 @@ by the bandwidth of the memory, for each matmul and each pass over the logits on
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titan_rl.kernels import token_logprob as kernel
+from titan_rl.kernels.logit_windows import window
 
 TOKENS, VOCABULARY, WIDTH = 4096, 128256, 4096  # one microbatch of Llama 3 8B
 PEAK, BANDWIDTH = 989e12, 3.35e12  # H100 SXM by its specification: bf16 FLOP/s without sparsity, HBM bytes/s
@@ -50,19 +50,17 @@ def pass_over(elements: int, per_element: int, *, backward: bool = True) -> Work
     return Work(backward, 0, elements * per_element)
 
 
-def ours(tokens: int, vocabulary: int, width: int, logit: int = BF16) -> Iterator[Work]:
-    """Our tiles: the forward reduces the logits, the backward computes them again."""
-    from titan_rl.kernels.token_logprob_triton import FusedTile
-
-    hidden, weight = torch.empty(tokens, 0, device="meta"), torch.empty(vocabulary, 0, device="meta")
-    tile = FusedTile(hidden, weight, 1.0, False)
-    chunks = [len(range(*s.indices(tokens))) for s in kernel._windows(tokens, tile.tokens)]
-    for v in kernel._windows(vocabulary, tile.vocabulary):
+def ours(tokens: int, vocabulary: int, width: int, logit: int = BF16, *, kept: bool = False) -> Iterator[Work]:
+    """Our windows: the forward reduces the logits, the backward computes them again unless they were `kept`."""
+    rows, words = window(tokens, vocabulary, width, PEAK)
+    chunks = [s.stop - s.start for s in kernel._windows(tokens, rows)]
+    for v in kernel._windows(vocabulary, words):
         n = v.stop - v.start
         for t in chunks:
             yield matmul(t, n, width, logit, backward=False)
             yield pass_over(t * n, logit, backward=False)  # softmax_sums_kernel
-            yield matmul(t, n, width, logit)
+            if not kept:
+                yield matmul(t, n, width, logit)
             yield pass_over(t * n, logit + BF16)  # descent_kernel
             yield matmul(t, width, n, FP32, adds=True)  # hidden's gradient
             if len(chunks) > 1:
@@ -120,9 +118,15 @@ def in_one_kernel(tokens: int, vocabulary: int, width: int) -> float:
     return tokens / rows * vocabulary / columns * (rows + columns) * width * BF16 / L2
 
 
+def mebibytes(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
+
+
+WINDOW = math.prod(window(TOKENS, VOCABULARY, WIDTH, PEAK))  # logits
 WAYS = {
-    "titan_rl": (ours, {}, "64 MiB"),
-    "titan_rl, `float32` head": (ours, {"logit": FP32}, "192 MiB"),
+    "titan_rl": (ours, {}, mebibytes(WINDOW * BF16)),
+    "titan_rl, `float32` head": (ours, {"logit": FP32}, mebibytes(WINDOW * (FP32 + BF16))),
+    "titan_rl, logits kept": (ours, {"kept": True}, mebibytes((TOKENS * VOCABULARY + WINDOW) * BF16)),
     "TRL": (trl, {}, "256 MiB"),
     "Liger, as it ships": (liger, {}, "31 MiB"),
     "Liger, one chunk": (liger, {"budget": 32}, "1002 MiB"),

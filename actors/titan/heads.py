@@ -32,6 +32,7 @@ class Question(NamedTuple):
     temperature: float
     with_entropy_grad: bool = False
     float32_logits: bool = False
+    keep_logits: bool = False  # for the backward
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # kept sets: counts [B * T], ids (kernels/kept_bits.py)
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # ids (-1: unknown) and log-probs, [N, k]: the divergence
     beta: float = 0.5
@@ -96,6 +97,7 @@ class TokenHead(Linear):
             shard=shard,
             with_entropy_grad=question.with_entropy_grad,
             float32_logits=question.float32_logits,
+            keep_logits=question.keep_logits,
             kept=question.kept_bits(len(weight_VD), start),
             others=others_TK,
         )

@@ -7,14 +7,14 @@ import threading
 import torch
 from torchtitan.observability.structured_logger import init_structured_logger
 from torchtitan.tools.profiler import Profiler
-from torchtitan.tools.utils import GarbageCollection, get_peak_flops
+from torchtitan.tools.utils import GarbageCollection
 
 from titan_rl.actors.titan.compiled_blocks import graphs_compiled
 from titan_rl.actors.titan.model import TitanModel, shared_keys
+from titan_rl.kernels.peak_flops import known_peak_flops
 from titan_rl.wire.reports import COMPILED, MEMORY
 from titan_rl.wire.spans import span
 
-A100_PEAK_FLOPS = 312e12
 STEPS_PER_COLLECTION = 50  # steps between collections of Python's garbage
 
 
@@ -70,15 +70,6 @@ class Instruments:
 
     def stop_profiler(self) -> None:
         self._profiler.__exit__(None, None, None)
-
-
-def known_peak_flops(device_name: str) -> float | None:
-    """The device's peak in bfloat16, or None where TorchTitan does not know it: it then takes an A100's."""
-    try:
-        peak = get_peak_flops(device_name)
-    except PermissionError:  # it looks for lspci, and PATH has a folder that may not be searched
-        return None
-    return peak if "A100" in device_name or peak != A100_PEAK_FLOPS else None
 
 
 def record_titan_spans() -> None:

@@ -280,7 +280,8 @@ class TitanModel:
         on = rows.mask > 0
         if rows.own is not None:
             on = on & rows.own
-        question = heads.Question(rows.targets, rows.places, on, temperature, float32_logits=float32, **keys)
+        memory = {"float32_logits": float32, "keep_logits": self.config.training.keep_logits is True}
+        question = heads.Question(rows.targets, rows.places, on, temperature, **memory, **keys)
         with head.asked(question), self.context():
             return self._forward(rows)
 

@@ -4,7 +4,8 @@
     python scripts/gpu_visit/heads.py          # with scripts/ on PYTHONPATH; trl 1.16 and liger-kernel 0.8.5 installed
 
 All give the log-prob and the entropy of each token, with a gradient that comes later:
-- titan_rl: tiles of cuBLAS products, folded by Triton; logits are computed again in the backward (4 products)
+- titan_rl: windows of cuBLAS products, folded by Triton; logits are computed again in the backward (4 products)
+- titan_rl, logits kept: the same with `keep_logits` (3 products)
 - TRL: its ChunkedLogProbFunction, the same design
 - Liger: its scaled cross entropy; CuTe DSL on Hopper where nvidia-cutlass-dsl is installed, else chunks of tokens
 - whole logits: torch's log_softmax of all of them (3 products)
@@ -19,19 +20,27 @@ import torch
 
 from bench.gpu.measured import DEVICE, ON_CPU, milliseconds, relative
 from titan_rl.kernels import token_logprob_triton as fused
+from titan_rl.kernels.logit_windows import MOST_TOKENS, WORDS
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 SIZES = [(4096, 151936, 1024), (4096, 151936, 2048), (4096, 128256, 4096), (16384, 151936, 1024)]  # T, V, D
 TINY = [(64, 512, 32)]
 COMPARED = 256  # tokens whose values and gradients are compared: a float32 reference of more would not fit
-TILES = (24, 25, 26, 27, 28)  # powers of 2, in logits
+WINDOWS = (24, 25, 26, 27, 28)  # powers of 2, in logits
 
 
 def titans(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logprob_T, entropy_T = token_logprob(hidden_TD, weight_VD, targets_T, 1.0)[:2]
+    return logprob_T, entropy_T
+
+
+def titans_kept(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprob_T, entropy_T = token_logprob(hidden_TD, weight_VD, targets_T, 1.0, keep_logits=True)[:2]
     return logprob_T, entropy_T
 
 
@@ -68,7 +77,19 @@ def whole(
     return logs.gather(1, targets_T[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
 
-HEADS: dict[str, Head] = {"titan_rl": titans, "TRL": trls, "Liger": ligers, "whole logits": whole}
+HEADS: dict[str, Head] = {
+    "titan_rl": titans,
+    "titan_rl, logits kept": titans_kept,
+    "TRL": trls,
+    "Liger": ligers,
+    "whole logits": whole,
+}
+
+
+def of_logits(tokens: int, logits: int) -> tuple[int, int]:
+    """Return a window of this number of logits."""
+    rows = min(tokens, MOST_TOKENS)
+    return rows, max(WORDS, logits // rows // WORDS * WORDS)
 
 
 def both(head: Head, x: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Callable[[], None]:
@@ -131,14 +152,12 @@ def main() -> None:
             except Exception as error:  # not installed, or another project's kernel failed: the others still count
                 line = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
             print(json.dumps(sizes | {"head": name, **line}), flush=True)
-        before = fused.TILE_ELEMENTS
-        for power in () if ON_CPU else TILES:
-            fused.TILE_ELEMENTS = 2**power
-            print(
-                json.dumps(sizes | {"head": f"titan_rl, tiles of 2^{power}", "ms": milliseconds(both(titans, x))}),
-                flush=True,
-            )
-        fused.TILE_ELEMENTS = before
+        shipped = fused.window
+        for power in () if ON_CPU else WINDOWS:
+            fused.window = lambda tokens, *_, power=power: of_logits(tokens, 2**power)
+            line = {"head": f"titan_rl, windows of 2^{power}", "ms": milliseconds(both(titans, x))}
+            print(json.dumps(sizes | line), flush=True)
+        fused.window = shipped
 
 
 if __name__ == "__main__":

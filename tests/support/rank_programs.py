@@ -37,6 +37,7 @@ class Case:
     sync: Literal["update", "microbatch"] = "update"
     parts: int = 1  # in which each update is accumulated
     gather: Literal["update", "microbatch"] = "update"
+    keep_logits: bool = False
     microbatches: int = MICROBATCHES
     share: bool | None = None  # the prompts of groups; None: each document has its own
     family: Family = "llama3"
@@ -73,6 +74,7 @@ def config_of(case: Case, folder: Path) -> Config:
             mixed_precision_param=case.compute,
             gradient_sync=case.sync,
             parameter_gather=case.gather,
+            keep_logits=case.keep_logits,
         ),
         activation_checkpoint=ActivationCheckpointSection(mode=case.recompute),
         compile=replace(base.compile, enable=case.compiled),

@@ -160,6 +160,20 @@ def test_how_parameters_are_gathered_changes_no_bit(ranks: int, cases: list[Case
     assert found[::2] == found[1::2]
 
 
+KEPT = [
+    Case(layout="fsdp2", compute="bfloat16", parts=2),
+    Case(layout="tp2", compute="bfloat16", lora=4),
+    Case(layout="cp2", share=True),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, ALONE[-4:-1]), (2, KEPT)], ids=["alone", "meshed"])
+def test_kept_logits_change_no_bit(ranks: int, cases: list[Case]) -> None:
+    both = [replace(case, keep_logits=keep) for case in cases for keep in (True, False)]
+    found, _ = on_ranks(ranks, train_and_export, both, [])
+    assert found[::2] == found[1::2]
+
+
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_checkpoint_of_one_rank_resumes_with_fsdp_without_it_and_on_two_ranks(lora: int, tmp_path: Path) -> None:
     def run(ranks: int, case: Case, at: int) -> list[float]:

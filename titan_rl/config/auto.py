@@ -137,6 +137,7 @@ def resolved(
     *,
     gradients_fit: bool = True,
     gather_fits: bool = True,
+    keep_logits: bool = False,
     rows: int = 1,
     recompute: str = "",
     cache_mb: int = 0,
@@ -158,6 +159,7 @@ def resolved(
             config.training,
             gradient_sync=gradient_sync(config, fits=gradients_fit),
             parameter_gather=parameter_gather(config, fits=gather_fits),
+            keep_logits=chosen(config.training.keep_logits, keep_logits),
             local_batch_size=config.training.local_batch_size or rows,
         ),
     )

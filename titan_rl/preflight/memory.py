@@ -16,6 +16,7 @@ from types import MappingProxyType
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import BLOCK_TOKENS, recompute_by_length, resolved, without_fsdp
 from titan_rl.config.sections import BYTES, Config, LoraSection, MemorySection, ParallelismSection
+from titan_rl.kernels.logit_windows import most_flops, most_logits
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters
 from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.shapes import role_shapes
@@ -28,7 +29,6 @@ from titan_rl.wire.weight_source import SLOTS
 GIB = 2**30
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 BYTES_PER_TOP_TOKEN = 64  # an id, and float32 numbers: two log-probs, what the divergence keeps, gradients
-TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
 SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
 EQUAL = 1.001  # times as long as the fastest: the planner's closed form tells no more apart
@@ -162,6 +162,7 @@ def trained(
     frozen_copies: int = 0,
     averages: bool = False,
     adapters: AdapterCounts = ONE_POLICY,
+    gpu_bytes: int = 0,
 ) -> Estimate:
     """Estimate one rank of a model in training, which holds `frozen_copies` of the weights besides its own, and
     may hold the moving average of its trained parameters. With adapters only they have gradients and an optimizer, one
@@ -193,19 +194,21 @@ def trained(
         "gradients before reduction": unreduced(config, shape, p, sharded),
         "gathered weights": gathered(config, p, sharded),
         "activations": activations(config, shape, p),
-        "head": head(config, shape, p),
+        "head": head(config, shape, p, gpu_bytes, keeps=t.keep_logits is True),
     }
     return Estimate(state, peak, config.memory, p.world_size - 1)
 
 
-def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None) -> Estimate:
+def frozen(
+    config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None, *, gpu_bytes: int = 0
+) -> Estimate:
     """Estimate one rank of a model that only runs forward."""
     t, sharded = config.training, sharded or by_formula(shape, p)
     layer, each = max(kept_per_token(config, shape, p, "none", i) for i in shape.kinds), BYTES[t.dtype]
     peak = {
         "gathered weights": gathered(config, p, sharded),
         "activations": MemoryPart(tokens(config, p) * layer, f"{tokens(config, p):,} tokens x {size(layer)}"),
-        "head": head(config, shape, p),
+        "head": head(config, shape, p, gpu_bytes),
     }
     weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
     kept = {} if t.enable_cpu_offload else {"weights": weights}
@@ -378,18 +381,28 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
     return max(dense, routed) if shape.experts else dense
 
 
-def head(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart:
+def head(
+    config: Config, shape: ModelShape, p: ParallelismSection, gpu_bytes: int, *, keeps: bool = False
+) -> MemoryPart:
     """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
-    compute dtype, one tile of logits, the masks of kept sets, and the teacher's top tokens. A value head has a fraction
-    of them."""
-    each = 2 * BYTES[config.training.mixed_precision_param] + 8
+    compute dtype, a window of logits and of their gradients, all logits if it `keeps` them, the masks of kept sets, and
+    the teacher's top tokens. A value head has a fraction of them."""
+    compute = BYTES[config.training.mixed_precision_param]
+    each = 2 * compute + 8
     targets = tokens(config, p) * MOST_TARGETS
     formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
         masks = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
         top = targets * config.algorithm.distill_top_k * BYTES_PER_TOP_TOKEN
-        extra = TILE_BYTES + masks + top
-        formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(masks)}" if masks else "")
+        words, logit = -(-shape.vocab_size // p.tensor_parallel_degree), compute
+        if config.model.head_dtype == "float32":
+            logit = BYTES["float32"]
+        kept = targets * words * logit if keeps else 0
+        window = most_logits(targets, words, shape.dim, most_flops(gpu_bytes))
+        window *= compute if keeps or logit == compute else logit + compute
+        extra = window + kept + masks + top
+        formula += f" + a window of {size(window)}" + (f" + kept logits of {size(kept)}" if keeps else "")
+        formula += f" + kept sets of {size(masks)}" if masks else ""
         formula += f" + top tokens of {size(top)}" if top else ""
     return MemoryPart(targets * shape.dim * each + extra, formula)
 
@@ -454,14 +467,21 @@ def trainer_needs(
     copies, averages = len(frozen_roles(config)), config.algorithm.averages
     cut = sharded.get("trainer")
     trainer = trained(
-        config, shape, config.parallelism, cut, frozen_copies=copies, averages=averages, adapters=adapters
+        config,
+        shape,
+        config.parallelism,
+        cut,
+        frozen_copies=copies,
+        averages=averages,
+        adapters=adapters,
+        gpu_bytes=gpu_bytes,
     )
     beside = beside_trainer(config, shape, adapters.slots) if colocated else {}
     by_mesh = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     shapes, whole = role_shapes(config, shape), replace(config, lora=LoraSection())
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
-        own = estimate(whole, shapes[name], role.parallelism, sharded.get(name))
+        own = estimate(whole, shapes[name], role.parallelism, sharded.get(name), gpu_bytes=gpu_bytes)
         by_mesh[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
     return by_mesh
 
@@ -561,8 +581,8 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int, 
 
 @dataclass(frozen=True, slots=True)
 class UpdateChoice:
-    """A way to compute the updates of a step: rows of a microbatch, recomputation, and when gradients are reduced and
-    parameters gathered."""
+    """A way to compute the updates of a step: rows of a microbatch, recomputation, when gradients are reduced and
+    parameters gathered, and whether logits are kept."""
 
     config: Config  # resolved
     seconds: float  # by the closed form of the planner; 0 in an installation without it
@@ -572,16 +592,17 @@ class UpdateChoice:
         again = {"none": "nothing recomputed"}.get(mode, f"recompute {mode}")
         reduced, gathered = self.config.training.gradient_sync, self.config.training.parameter_gather
         shared = f"gradients reduced once per {reduced}, parameters gathered once per {gathered}"
-        return f"{counted(rows, 'row')} a microbatch, {again}, {shared}"
+        kept = ", logits kept" * (self.config.training.keep_logits is True)
+        return f"{counted(rows, 'row')} a microbatch, {again}, {shared}{kept}"
 
 
 def update_choices(
     config: Config, shape: ModelShape, gpu_bytes: int, adapters: AdapterCounts = ONE_POLICY
 ) -> list[UpdateChoice]:
     """Return the ways that fit the GPUs with a share to spare, the fastest first: for each recomputation, reduction
-    and gathering the most rows, as more cost nothing. One row may take that share too with the usual recomputation, or
-    where no other way fits. If none does, return the one that lacks least. On a GPU of unknown size microbatches have
-    one row."""
+    and gathering the most rows, as more cost nothing, and the best of these with its logits kept. One row may take that
+    share too with the usual recomputation, or where no other way fits. If none does, return the one that lacks least.
+    On a GPU of unknown size microbatches have one row."""
     if not gpu_bytes:
         return [UpdateChoice(resolved(config, "cuda", gradients_fit=False, gather_fits=False), 0.0)]
     times, usual = part("times of updates"), recompute_by_length(config)
@@ -593,21 +614,27 @@ def update_choices(
     most = max(1, GPU_TOKENS * config.parallelism.context_parallel_degree // config.training.seq_len)
     given = config.training.local_batch_size
     counts = [given] if given else range(1, most + 1)
-    spared, found = (1 - SPARE) * gpu_bytes, list[Config]()
+    spared = (1 - SPARE) * gpu_bytes
 
     def largest(tried: Config) -> int:
         by_mesh = trainer_needs(tried, shape, gpu_bytes, adapters=adapters).values()
         return max(need.nbytes for need in by_mesh)
 
-    for one in single:
-        fitting = bisect_left(counts, 1, key=lambda n, one=one: largest(with_rows(one, n)) > spared)
+    def most_rows(one: Config) -> list[Config]:
+        fitting = bisect_left(counts, 1, key=lambda n: largest(with_rows(one, n)) > spared)
         barely = not fitting and one.activation_checkpoint.mode == usual and largest(one) <= gpu_bytes
-        found += [with_rows(one, counts[fitting - 1] if fitting else counts[0])] if fitting or barely else []
+        return [with_rows(one, counts[fitting - 1] if fitting else counts[0])] if fitting or barely else []
+
+    found = [each for one in single for each in most_rows(one)]
     if not found:
         single.sort(key=largest)
         found = [one for one in single if largest(one) <= gpu_bytes] or single[:1]
     seconds = times(shape, gpu_bytes).seconds if times else lambda _: 0.0
     choices = [UpdateChoice(each, seconds(each)) for each in found]
+    if times and config.training.keep_logits == "auto":  # less than recomputation or communication: for the best alone
+        best = min(choices, key=lambda choice: choice.seconds).config
+        training = replace(best.training, keep_logits=True, local_batch_size=given or 1)
+        choices += [UpdateChoice(each, seconds(each)) for each in most_rows(replace(best, training=training))]
     least = EQUAL * min(choice.seconds for choice in choices)
     return sorted(choices, key=lambda choice: max(choice.seconds, least))  # equal ones keep their order
 

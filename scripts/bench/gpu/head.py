@@ -42,10 +42,11 @@ class Case:
     kept: bool = False  # sets of truncated sampling: few words, a third, all
     entropy: bool = False  # has a gradient
     float32: bool = False  # logits
-    tiles: tuple[int, int] = (fused.TILE_ELEMENTS, fused.MOST_TOKENS)
+    keep: bool = False  # the logits
+    window: tuple[int, int] | None = None  # tokens, vocabulary; None: as shipped
 
     def __str__(self) -> str:
-        named = (name for name in ("kept", "entropy", "float32") if getattr(self, name))
+        named = (name for name in ("kept", "entropy", "float32", "keep") if getattr(self, name))
         sizes = f"V {self.vocabulary} T {self.tokens} D {self.width}"
         return " ".join([sizes, str(self.dtype).removeprefix("torch."), f"temperature {self.temperature}", *named])
 
@@ -53,30 +54,31 @@ class Case:
 CASES = [
     Case(151936, 1003, 1024),
     Case(151936, 1003, 1024, temperature=0.7, entropy=True),
+    Case(151936, 1003, 1024, entropy=True, keep=True),
     Case(128256, 777, 4096, kept=True),
     Case(128256, 777, 4096, kept=True, entropy=True, float32=True),
     Case(128256, 130, 512, temperature=0.01, float32=True),
     Case(50257, 333, 512, torch.float32, 1.3, kept=True, entropy=True),
     Case(50257, 1, 512),
-    Case(50264, 1003, 512, kept=True, entropy=True, tiles=(2**20, 256)),
-    Case(50257, 1003, 512, entropy=True, tiles=(2**20, 256)),
+    Case(50264, 1003, 512, kept=True, entropy=True, window=(256, 4096)),
+    Case(50257, 1003, 512, entropy=True, window=(256, 4096)),
+    Case(50257, 1003, 512, float32=True, keep=True, window=(256, 4096)),
 ]
 
 
 def tiny(case: Case) -> Case:
-    small = case.tiles[1] < fused.MOST_TOKENS
-    tiles = (2**14, 4) if small else case.tiles
-    return replace(case, vocabulary=min(case.vocabulary, 5003), tokens=min(case.tokens, 7), width=32, tiles=tiles)
+    window = case.window and (4, 4096)
+    return replace(case, vocabulary=min(case.vocabulary, 5003), tokens=min(case.tokens, 7), width=32, window=window)
 
 
 def head() -> None:
-    whole = fused.TILE_ELEMENTS, fused.MOST_TOKENS
+    shipped = fused.window
     for case in map(tiny, CASES) if ON_CPU else CASES:
-        fused.TILE_ELEMENTS, fused.MOST_TOKENS = case.tiles
+        fused.window = shipped if case.window is None else lambda *_, case=case: case.window
         compare(case)
         if not ON_CPU:
             torch.cuda.empty_cache()
-    fused.TILE_ELEMENTS, fused.MOST_TOKENS = whole
+    fused.window = shipped
 
 
 @dataclass(slots=True)
@@ -172,6 +174,7 @@ def compare(case: Case) -> None:
         case.temperature,
         with_entropy_grad=case.entropy,
         float32_logits=case.float32,
+        keep_logits=case.keep,
         kept=None if x.kept_TV is None else bits(x.kept_TV),
     )
     ((logprob * x.logprob_grad_T).sum() + (entropy * x.entropy_grad_T).sum()).backward()

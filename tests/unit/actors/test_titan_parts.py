@@ -17,11 +17,12 @@ from torchtitan.observability.structured_logger import log_trace_span
 
 from titan_rl.actors.titan import document_attention, heads, titan_cpu
 from titan_rl.actors.titan.activation_offload import OffloadAC
-from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
+from titan_rl.actors.titan.instruments import record_titan_spans
 from titan_rl.actors.titan.model import file_numbers, titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, DebugSection, Dtype, ParallelismSection, TrainingSection
+from titan_rl.kernels.peak_flops import known_peak_flops, peak_flops
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
 
@@ -156,6 +157,7 @@ def test_peak_flops_are_known_or_absent() -> None:
     assert known_peak_flops("NVIDIA H200") == 989e12
     assert known_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert known_peak_flops("an unheard-of GPU") is None
+    assert peak_flops(torch.device("cpu")) == 312e12
 
 
 def test_torchtitans_spans_join_the_timeline_of_the_recorders_thread() -> None:

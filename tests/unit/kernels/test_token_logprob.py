@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_rl.kernels import token_logprob as kernel
 from titan_rl.kernels import triton_kernels
@@ -112,6 +113,73 @@ def test_float32_logits_change_nothing_where_logits_are_that_wide_anyhow(dtype: 
     found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True, float32_logits=True)
     want = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@given(
+    tokens=st.integers(0, 13),
+    vocabulary=st.integers(1, 27),
+    size=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    entropy=st.booleans(),
+    wide=st.booleans(),
+    truncated=st.booleans(),
+    others=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=40)
+def test_kept_logits_change_no_bit(
+    tokens: int,
+    vocabulary: int,
+    size: int,
+    dtype: torch.dtype,
+    entropy: bool,
+    wide: bool,
+    truncated: bool,
+    others: int,
+    seed: int,
+) -> None:
+    hidden, weight, targets = case(tokens, vocabulary, size, dtype, seed)
+    keys: dict[str, Any] = {"with_entropy_grad": entropy, "float32_logits": wide}
+    if truncated:
+        keys["kept"] = kept_bits(torch.ones_like(targets), targets, vocabulary)
+    function = of_most_likely(most_likely(hidden, weight, others)) if others and tokens else token_logprob
+    want = results(function, hidden, weight, targets, 0.7, entropy=entropy, **keys)
+    found = results(function, hidden, weight, targets, 0.7, entropy=entropy, keep_logits=True, **keys)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize(("frozen", "products"), [(False, [4, 3]), (True, [3, 2])])
+def test_kept_logits_save_a_product(frozen: bool, products: list[int]) -> None:
+    """Of the head's: logits, again in the backward, hidden's gradient, and weight's unless it is frozen."""
+    hidden, weight, targets = case(33, 70, 16, torch.bfloat16)
+    found = []
+    for keep in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            token_logprob(hidden, weight.detach() if frozen else weight, targets, keep_logits=keep)[0].sum().backward()
+        found.append(counter.get_total_flops() / (2 * 33 * 70 * 16))
+    assert found == products
+
+
+@pytest.mark.parametrize(("wide", "each"), [(False, 2), (True, 4)])
+def test_kept_logits_take_two_or_four_bytes_each(wide: bool, each: int) -> None:
+    hidden, weight, targets = case(9, 50, 2, torch.bfloat16)
+
+    def saved(**keys: Any) -> int:
+        found: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+            token_logprob(hidden, weight, targets, float32_logits=wide, **keys)
+        return sum(x.nbytes for x in found)
+
+    assert saved(keep_logits=True) - saved() == 9 * 50 * each
+    with torch.no_grad():
+        assert saved(keep_logits=True) == 0
+
+
+def test_a_second_backward_finds_kept_logits_as_they_were() -> None:
+    hidden, weight, targets = case(33, 70, 16, torch.bfloat16)
+    logprob, _ = token_logprob(hidden, weight, targets, 0.7, keep_logits=True)
+    first, second = (torch.autograd.grad(logprob.sum(), (hidden, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
@@ -296,6 +364,10 @@ def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
                 want = results(token_logprob, hidden, weight, targets, 0.7, entropy=entropy, with_entropy_grad=entropy)
                 found = results(token_logprob, hidden, weight[rows], targets, 0.7, entropy=entropy, **keys)
                 assert_same(found, (*want[:3], want[3][rows]), tolerance)
+                kept = results(
+                    token_logprob, hidden, weight[rows], targets, 0.7, entropy=entropy, keep_logits=True, **keys
+                )
+                assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
         hidden, weight, targets = case(9, cuts[-1], 6, torch.float64)
         kept = [sorted({int(target), *range(0, cuts[-1], 2 + i)}) for i, target in enumerate(targets)]
         counts, ids = (

@@ -15,6 +15,8 @@ from titan_rl.kernels.token_logprob import reference_token_logprob, token_logpro
 
 pytest.importorskip("triton")
 
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 SHAPES = [(0, 5, 3), (1, 1, 1), (1, 130, 65), (3, 128, 64), (16, 129, 5), (17, 300, 70), (65, 257, 16)]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
@@ -54,6 +56,35 @@ def compare(
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
+def drawn(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> Case:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, width).to(dtype), (torch.randn(vocabulary, width) * width**-0.5).to(dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, vocabulary, (tokens,))
+
+
+def results(x: Case, **keys: Any) -> list[torch.Tensor]:
+    logprob, entropy = token_logprob(*x, 0.7, with_entropy_grad=True, **keys)
+    by_token = torch.linspace(-1, 2, len(logprob))
+    return [logprob, entropy, *torch.autograd.grad((logprob * by_token + entropy).sum(), x[:2])]
+
+
+def kept_logits_change_nothing() -> None:
+    for shape in SHAPES[-2:]:
+        for dtype, wide in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            x = drawn(*shape, dtype)
+            found, want = (results(x, float32_logits=wide, keep_logits=keep) for keep in (True, False))
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def windows_change_float32_sums_alone(in_windows: list[list[torch.Tensor]]) -> None:
+    """Windows of another size round each logit equally, and add up the same float32 numbers in another order."""
+    for dtype, bound in ((torch.float32, 2**-21), (torch.bfloat16, 2**-8)):  # gradients are cast to 16 bits at the end
+        found, want = in_windows.pop(0), results(drawn(65, 257, 16, dtype))
+        for a, b, limit in zip(found, want, (2**-21, 2**-21, bound, bound), strict=True):
+            assert a.dtype == b.dtype
+            assert (a - b).abs().max() <= limit * b.abs().max()
+
+
 def lend_wide_products() -> Any:
     """Give this CPU the two operations that only a GPU has: sums of 16-bit products in float32."""
     library = torch.library.Library("aten", "IMPL")
@@ -80,7 +111,8 @@ def interpret() -> None:
     kept = lend_wide_products()
     token_logprob_triton.SUMS_BLOCK, token_logprob_triton.DESCENT_BLOCK = 64, 64
     # Tiles of at most 16 tokens: a batch of one window and of several, a vocabulary of one window and of several.
-    token_logprob_triton.MOST_TOKENS, token_logprob_triton.TILE_ELEMENTS = 16, 1664
+    shipped = token_logprob_triton.window
+    token_logprob_triton.window = lambda tokens, *_: (max(1, min(tokens, 16)), 104)
     for shape in SHAPES:
         compare(shape, torch.float32, 1.0, False, "cpu")
         compare(shape, torch.bfloat16, 0.7, True, "cpu")
@@ -88,7 +120,10 @@ def interpret() -> None:
         compare(shape, torch.float32, 0.7, True, "cpu", truncated=True)
         compare(shape, torch.bfloat16, 1.0, False, "cpu", truncated=True)
     compare((17, 300, 70), torch.float16, 0.7, True, "cpu", wide=True)
-    token_logprob_triton.MOST_TOKENS, token_logprob_triton.TILE_ELEMENTS = 8192, 2**25  # as shipped: one window
+    kept_logits_change_nothing()
+    in_windows = [results(drawn(65, 257, 16, dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    token_logprob_triton.window = shipped  # one window
+    windows_change_float32_sums_alone(in_windows)
     compare((17, 300, 70), torch.float32, 0.7, True, "cpu")
     del kept
 

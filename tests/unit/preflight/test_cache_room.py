@@ -28,7 +28,7 @@ def of_readme(tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize(
     ("gib", "kind", "rows"),
-    [(79, "disaggregated", 32), (79, "colocated", 14), (24, "disaggregated", 5), (24, "colocated", 3)],
+    [(79, "disaggregated", 26), (79, "colocated", 25), (24, "disaggregated", 3), (24, "colocated", 3)],
 )
 def test_the_config_of_the_readme_is_a_good_one_on_a_gpu(
     of_readme: Config, tmp_path: Path, gib: int, kind: str, rows: int

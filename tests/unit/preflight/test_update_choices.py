@@ -10,6 +10,7 @@ import pytest
 from titan_rl.config import sections as c
 from titan_rl.config.auto import resolved
 from titan_rl.config.changes import changed
+from titan_rl.kernels.logit_windows import most_flops, most_logits
 from titan_rl.preflight import memory
 from titan_rl.preflight.added_parameters import with_adapter_sync
 from titan_rl.preflight.checks.machine import check_gpu_memory
@@ -31,6 +32,7 @@ from titan_rl.wire.model_shape import ModelShape
 FACTS: Facts = read_facts()
 CARDS = [card for card in FACTS.gpus.values() if card.memory_gb]
 DRAWN = 60
+KEPT = {"activation_checkpoint.mode": "none", "training.keep_logits": True}
 
 
 def asked(name: str, card: str, answer: int, seq_len: int, gpus: int = 1, *, colocated: bool = True) -> c.Config:
@@ -149,13 +151,54 @@ def test_keys_of_the_user_decide() -> None:
         "activation_checkpoint.mode": "full",
         "training.gradient_sync": "microbatch",
         "training.parameter_gather": "microbatch",
+        "training.keep_logits": True,
     }
     (only,) = update_choices(changed(given, keys), FACTS.shape("Qwen3-0.6B"), 79 * GIB)
     t, mode = only.config.training, only.config.activation_checkpoint.mode
-    assert [t.local_batch_size, mode, t.gradient_sync, t.parameter_gather] == [*keys.values()]
+    assert [t.local_batch_size, mode, t.gradient_sync, t.parameter_gather, t.keep_logits] == [*keys.values()]
     free = update_choices(given, FACTS.shape("Qwen3-0.6B"), 79 * GIB)
-    assert len(free) == 12
+    assert len(free) == 13
     assert free[0].seconds < only.seconds
+
+
+def test_logits_are_kept_where_they_fit_and_cost_a_product_less() -> None:
+    shape, times = FACTS.shape("Qwen3-0.6B"), UpdateTimes(FACTS.shape("Qwen3-0.6B"), 139 * GIB)
+    best, *others = update_choices(asked("Qwen3-0.6B", "H200", 512, 1024), shape, 139 * GIB)
+    again = next(each for each in others if each.config.training.keep_logits is False)
+    assert best.config.training.keep_logits is True
+    assert str(best).endswith(", logits kept")
+    assert str(best).removesuffix(", logits kept") == str(again)  # the same rows
+    head = {
+        each: times.seconds(replace(again.config, training=replace(again.config.training, keep_logits=each)))
+        for each in (True, False)
+    }
+    assert 0.02 < 1 - head[True] / head[False] < 0.25 * 0.25
+    barely = on_gpus(asked("Qwen3-8B", "H100", 4096, 4608, 8), FACTS.shape("Qwen3-8B"), 79 * GIB)
+    assert barely.training.keep_logits is False  # more activations pay more
+    refused = changed(asked("Qwen3-0.6B", "H200", 512, 2**15), {"training.local_batch_size": 1, **KEPT})
+    (problem,) = check_gpu_memory(refused, shape, 79 * GIB, most=1)
+    assert "training.keep_logits = false needs" in problem
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("wide", "each"), [("auto", 2), ("float32", 4)])
+def test_kept_logits_are_counted(wide: Any, each: int, tp: int) -> None:
+    shape, gpu_bytes = FACTS.shape("Qwen3-0.6B"), 139 * GIB
+    config = asked("Qwen3-0.6B", "H200", 512, 1024)
+    config = replace(
+        config, model=replace(config.model, head_dtype=wide), training=replace(config.training, local_batch_size=2)
+    )
+    p = c.ParallelismSection(tensor_parallel_degree=tp)
+    nbytes = {}
+    for keep in (True, False):
+        found = resolved(config, "cuda", keep_logits=keep)
+        nbytes[keep] = memory.trained(found, shape, p, gpu_bytes=gpu_bytes).parts["head"].nbytes
+        frozen = memory.frozen(found, shape, p, gpu_bytes=gpu_bytes).parts["head"].nbytes  # no backward follows
+        assert frozen == nbytes[keep] or keep
+    targets, words = 2 * 2 * 1024, -(-shape.vocab_size // tp)
+    window = most_logits(targets, words, shape.dim, most_flops(gpu_bytes))
+    unneeded = window * 4 if each == 4 else 0  # products are written where they stay
+    assert nbytes[True] - nbytes[False] == targets * words * each - unneeded
 
 
 def test_slow_links_change_the_choice() -> None:

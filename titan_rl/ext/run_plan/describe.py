@@ -222,7 +222,8 @@ def on_gpu(config: Config) -> str:
     if config.training.parameter_gather == "microbatch":
         gathered = "parameters gathered in each forward and backward"
     reduced = f"gradients reduced once per {config.training.gradient_sync}"
-    return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], gathered, reduced])
+    logits = f"logits {'kept for' if config.training.keep_logits is True else 'computed again in'} the backward"
+    return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], gathered, reduced, logits])
 
 
 def updates(setup: Setup) -> str:

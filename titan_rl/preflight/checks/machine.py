@@ -249,6 +249,7 @@ def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterato
     if config.placement.sleep is False:
         yield {"placement.sleep": True}
     yield from ({"training.local_batch_size": rows} for rows in _halves(config.training.local_batch_size, 1))
+    yield from [{"training.keep_logits": False}] * (config.training.keep_logits is True)
     modes = ("none", "selective", "full", "auto", "offload")  # "auto" is "full" where no other one fits
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
         yield from [{"activation_checkpoint.mode": mode}] * (mode != "auto")

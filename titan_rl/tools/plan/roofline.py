@@ -58,6 +58,12 @@ def recomputed(mode: str, shape: ModelShape) -> int:
     return block_products(shape) - expert_products(shape)
 
 
+def head_products(config: Config) -> int:
+    """Return the products of the log-prob head: logits, once more in the backward unless they are kept, and two of
+    gradients."""
+    return 3 if config.training.keep_logits is True else 4
+
+
 @dataclass(frozen=True)
 class Roofline:
     """A config as its ranks work with it (preflight/memory.py), on GPUs of one kind."""
@@ -163,7 +169,7 @@ class Roofline:
             "attention": self.attention / tp * (1 + (forward - 1) * 2 / 7),
             "other block kernels": kernels * (1 + (forward - 1) / 3),
             "recomputed products": 2 * (recomputed(mode, shape) + again) / tp / matmul,
-            "log-prob head": head * shape.vocab_size * shape.dim / HEAD / tp * targets,
+            "log-prob head": head * shape.vocab_size * shape.dim / HEAD / tp * targets * head_products(c) / 4,
             "tensor-parallel exchange": shape.n_layers * moved,
             "expert exchange": shape.routed_layers * sent / tp / self.link(experts, 1),
         }

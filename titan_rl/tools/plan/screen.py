@@ -11,7 +11,7 @@ from titan_rl.record.terminal import brief
 from titan_rl.tools.plan.cheaper import Budget, fullness
 from titan_rl.tools.plan.choose import Case, Plan
 from titan_rl.tools.plan.rates import Spread, Work
-from titan_rl.tools.plan.roofline import drawn
+from titan_rl.tools.plan.roofline import drawn, head_products
 from titan_rl.wire.counted import counted
 
 MOST_WIDTH, LEAST_WIDTH, LABEL = 100, 40, 14
@@ -186,13 +186,20 @@ def kernels(plan: Plan) -> Mapping[str, float]:
         return found
     if not s.overlaps or trainer >= engine:
         moved = 2 * kept_in_blocks(c, shape, c.parallelism, "none") / facts.hbm(line.gpu)
-        least = 8 * shape.vocab_size * shape.dim / c.parallelism.tensor_parallel_degree / facts.matmul(line.gpu)
+        least = (
+            2
+            * head_products(c)
+            * shape.vocab_size
+            * shape.dim
+            / c.parallelism.tensor_parallel_degree
+            / facts.matmul(line.gpu)
+        )
         found |= {
             "a block's norms, rotary embedding and SiLU in fewer passes": s.trainer["other block kernels"]
             - moved * s.places,
             "products that overlap their exchange (async TP)": s.trainer["tensor-parallel exchange"],
             "experts' products as fast as dense ones": s.trainer["expert products"] * (1 - facts.rates["experts"]),
-            "a log-prob head without a fifth product": s.trainer["log-prob head"] - least * s.places,
+            "a log-prob head that multiplies alone": s.trainer["log-prob head"] - least * s.places,
         }
     if not s.overlaps or engine >= trainer:
         prompt = work.prompt.mean / (work.prompt.mean + line.read + work.answer.mean * work.turns.mean / 2)
