@@ -37,6 +37,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
+from titan_rl.actors.numa import stay_near_gpu
 from titan_rl.actors.sync.halves import Halves
 from titan_rl.actors.sync.held_shards import shards_of, whole
 from titan_rl.actors.titan import (
@@ -154,6 +155,8 @@ class TitanModel:
         use_given_threads()
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)
+        if self.device.type == "cuda":
+            stay_near_gpu(self.device.index or 0)
         self.config = config = resolved(config, self.device.type)
         self.titan = titan_config(config, parallelism)
         self.adaptation = adaptation_of(config)

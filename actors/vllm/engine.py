@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
+from titan_rl.actors.numa import stay_near_gpu
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.actors.vllm.launch_env import ENV
@@ -185,6 +186,7 @@ class Engine:
         if on_cpu:
             args |= vllm_cpu.engine_args()
         else:
+            stay_near_gpu(int(os.environ.get("LOCAL_RANK", 0)))
             share = memory_share(settings, *gpu_memory())
             args |= {"enable_sleep_mode": settings.sleeps, "gpu_memory_utilization": share, **KEPT_LAYOUT}
         self._recorders = [needed_part(f"recorder {name}", "records")(on_cpu=on_cpu) for name in settings.records]

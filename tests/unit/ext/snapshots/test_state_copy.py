@@ -1,7 +1,10 @@
 """One rank's part of a snapshot: written, restored, and refused where it does not fit."""
 
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from support.cudart import as_on_a_gpu
 from titan_rl.ext.snapshots.ranks import state_copy
 from titan_rl.ext.snapshots.ranks.state_copy import RankState, StateCopy
-from titan_rl.ext.snapshots.snapshot_parts import KEPT
+from titan_rl.ext.snapshots.snapshot_parts import KEPT, WRITING, head
 from titan_rl.wire.snapshot import SnapshotPart
 
 PARTS = 5
@@ -34,6 +37,10 @@ def part() -> Iterator[SnapshotPart]:
     fd = os.memfd_create("titan_rl test")
     yield SnapshotPart(f"/proc/{os.getpid()}/fd/{fd}", 1)
     os.close(fd)
+
+
+def stamp(part: SnapshotPart) -> int:
+    return head(int(part.path.rpartition("/")[2]))[0]
 
 
 def test_values_of_every_kind_come_back_as_they_were(part: SnapshotPart) -> None:
@@ -79,6 +86,37 @@ def test_a_snapshot_that_fails_says_so_and_is_none(part: SnapshotPart, capfd: py
     assert "a snapshot failed: TypeError: Object of type object is not JSON serializable" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="expected snapshot 1, found the stamp 0"):
         StateCopy({"state": Values(weights=torch.ones(2), other=None)}).restore(part)
+    copies.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_is_pinned_while_the_next_step_runs(
+    monkeypatch: pytest.MonkeyPatch, part: SnapshotPart, refused: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`begin` returns before the driver has found a page, and `wait` after the copy."""
+    free, pinned = threading.Event(), list[int]()
+
+    def pin(memory: torch.Tensor) -> None:
+        assert free.wait(60)
+        pinned.append(memory.nbytes)
+        if refused:
+            raise RuntimeError("no memory")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(state_copy, "pin", pin)
+    monkeypatch.setattr(RankState, "on_gpu", True)
+    copies = StateCopy({"state": Values(w=torch.arange(5000.0))})
+    assert copies.begin(part) == 20_000
+    assert not pinned
+    assert stamp(part) == WRITING
+    free.set()
+    copies.wait()
+    assert len(pinned) == 1
+    assert ("a snapshot failed: RuntimeError: no memory" in capfd.readouterr().err) == refused
+    assert stamp(part) == (WRITING if refused else part.serial)
     copies.close()
 
 

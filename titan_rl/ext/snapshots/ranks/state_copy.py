@@ -1,6 +1,7 @@
 """Copies a rank's trained state into memory that outlives the process, and restores it from there.
 
     begin     [ WRITING | tensors <─ on a thread, during the next step | the rest, as JSON ] then the stamp
+              the thread also maps and pins a part's memory at its first use
     wait      before anything changes a tensor
     restore   into the state that a new process has built, to the last bit
 
@@ -47,14 +48,13 @@ class StateCopy(Copies):
         fd = _open(part)
         try:
             os.pwrite(fd, HEAD.pack(WRITING, 0, 0), 0)
-            targets = state.places(self._memory(fd, state))
         except BaseException:
             os.close(fd)
             raise
         if state.on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())  # kernels that the step launched may not have run yet
-        self._copying = self._thread.submit(_copy, state, targets, fd, part.serial, self._stream, began)
+        self._copying = self._thread.submit(self._copy, state, fd, part.serial, began)
         return state.nbytes
 
     def wait(self) -> None:
@@ -91,6 +91,23 @@ class StateCopy(Copies):
 
     def _state_dicts(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
+
+    def _copy(self, state: "RankState", fd: int, serial: int, began: int) -> Span:
+        """Run on the thread. A part's first use maps and pins its memory here too, which takes as long as the kernel
+        needs to find the pages. torch releases the GIL for that, and during the one call that moves all bytes."""
+        stream = self._stream if state.on_gpu else None
+        try:
+            targets = state.places(self._memory(fd, state))
+            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                torch.ops.aten._foreach_copy_(targets, list(state.tensors.values()), non_blocking=stream is not None)
+            if stream is not None:
+                stream.synchronize()
+            tail, start = json.dumps({"layout": state.layout, "values": state.values}).encode(), state.starts[-1]
+            os.pwrite(fd, tail, start)
+            os.pwrite(fd, HEAD.pack(serial, start, start + len(tail)), 0)
+        finally:
+            os.close(fd)
+        return Span("snapshot", "snapshot", began, span.now() - began, {"bytes": state.nbytes})
 
     def _memory(self, fd: int, state: "RankState") -> Tensor:
         """Return the part's bytes, mapped at its first use. [nbytes]"""
@@ -163,23 +180,6 @@ def _open(part: SnapshotPart) -> int:
             f"expected memory for snapshots at {part.path}, found {error.strerror}; "
             "fault.snapshot_interval = 0 turns snapshots off"
         ) from None
-
-
-def _copy(
-    state: RankState, targets: list[Tensor], fd: int, serial: int, stream: torch.cuda.Stream | None, began: int
-) -> Span:
-    """Run on the thread. torch releases the GIL during the one call that moves all bytes."""
-    try:
-        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            torch.ops.aten._foreach_copy_(targets, list(state.tensors.values()), non_blocking=stream is not None)
-        if stream is not None:
-            stream.synchronize()
-        tail, start = json.dumps({"layout": state.layout, "values": state.values}).encode(), state.starts[-1]
-        os.pwrite(fd, tail, start)
-        os.pwrite(fd, HEAD.pack(serial, start, start + len(tail)), 0)
-    finally:
-        os.close(fd)
-    return Span("snapshot", "snapshot", began, span.now() - began, {"bytes": state.nbytes})
 
 
 def _refuse_other(saved: Mapping[str, list[Any]], live: Mapping[str, list[Any]], part: SnapshotPart) -> None:
