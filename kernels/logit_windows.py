@@ -3,12 +3,12 @@ memory reads it too, so it needs no torch."""
 
 import math
 
-SECONDS = 0.3e-3  # of a window's product at the GPU's peak rate, at least: launching a window takes the host less
-MOST_LOGITS = 2**27  # of a window: 256 MiB in 16 bits
-MOST_TOKENS = 8192  # of a window
+SECONDS = 0.3e-3  # least time for a window's product at the GPU's peak rate: launching a window takes the host less
+MOST_LOGITS = 2**27  # a window has: 256 MiB in 16 bits
+MOST_TOKENS = 8192  # a window has
 WORDS = 16  # a window's vocabulary is a multiple: kept sets begin at a whole byte, Triton compiles one kernel
 FASTEST = 2.5e15  # FLOP/s in bfloat16, the most in TorchTitan's table of GPUs
-FLOPS_PER_GIB = 14e12  # of memory: more than any GPU of facts.toml has; a MIG slice has its share of a GPU's rate too
+FLOPS_PER_GIB = 14e12  # more than any GPU in facts.toml has; a MIG slice has its share of a GPU's rate too
 
 
 def window(tokens: int, vocabulary: int, width: int, peak_flops: float) -> tuple[int, int]:

@@ -19,13 +19,23 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     return tuple(inspect.signature(function).parameters.values())
 
 
+def _listed(function: Callable[..., Any], name: str) -> tuple[inspect.Parameter, ...]:
+    """Return a function's parameters. Raise TypeError if Python cannot list them, as of many builtins."""
+    try:
+        return parameters_of(function)
+    except ValueError:
+        raise TypeError(
+            f"{name}: expected a function whose arguments Python can list, found {function!r}; call it from your own"
+        ) from None
+
+
 def keywords_of(
     function: Callable[..., Any], offered: Mapping[str, Any], name: str, *, spread: str = ""
 ) -> dict[str, Any]:
     """Return the offered arguments that a function takes by keyword. One with **keywords takes all of them, or the
     entries of the mapping `spread`. Raise TypeError if it requires any other."""
     keywords: dict[str, Any] = {}
-    for p in parameters_of(function):
+    for p in _listed(function, name):
         if p.kind is p.VAR_KEYWORD:
             keywords |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in keywords}
         elif p.kind is not p.VAR_POSITIONAL and p.name in offered and p.kind is not p.POSITIONAL_ONLY:
@@ -38,7 +48,7 @@ def keywords_of(
 def argued(function: Callable[..., Any], names: Collection[str], only: str, name: str) -> Callable[[Any], Any]:
     """Return a function of an object that calls a user's function with attributes of the object: each of `names` that
     the function takes by keyword. One that takes none of them, and requires one argument, gets the attribute `only`."""
-    parameters = parameters_of(function)
+    parameters = _listed(function, name)
     if not any(p.name in names for p in parameters) and sum(p.default is p.empty for p in parameters) == 1:
         return lambda given: function(getattr(given, only))
     return lambda given: function(**keywords_of(function, {key: getattr(given, key) for key in names}, name))

@@ -108,6 +108,11 @@ TWO = "[task]\nrewards = {exact = 1, last_number = 1}"
             "task.filter = 'operator:neg': TypeError: bad operand type",
         ),
         (
+            '[task]\nfilter = "builtins:max"',
+            "task.filter = 'builtins:max': expected a function whose arguments Python can list, found <built-in "
+            "function max>; call it from your own",
+        ),
+        (
             'length_reward = "target"',
             'algorithm.length_target: expected at least 1, because algorithm.length_reward = "target", found 0',
         ),
