@@ -16,6 +16,8 @@ g and h the gradients of log-prob and entropy:
 A matmul in bf16 rounds each logit to 8 bits. With `float32_logits` it keeps the float32 sums of the bf16 products, as
 vLLM does with `head_dtype = "float32"`.
 
+With a `cap` (Muse Glimmer, Gemma 2) a logit u becomes cap tanh(u / cap) before the temperature divides it.
+
 A token of truncated sampling has a kept set (`kept`, kept_bits.py): the logits of all others count as DROPPED, so that
 log-prob and entropy belong to the distribution that was sampled from, and dropped tokens get no gradient.
 
@@ -26,8 +28,8 @@ Log-probs of other ids can be read beside the target's. With their gradients g_k
 Under tensor parallelism each rank holds some rows of the weight. The ranks' four numbers are combined like the tiles',
 in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
-CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed, and
-no other ids are read.
+CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed, no
+other ids are read, and there is no cap.
 """
 
 from dataclasses import replace
@@ -58,10 +60,12 @@ def reference_token_logprob(
     targets_T: torch.Tensor,
     temperature: float = 1.0,
     kept_TV: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
     logits_TV = hidden_TD @ weight_VD.T
-    logits_TV = logits_TV.to(_accumulation_dtype(logits_TV)) / temperature
+    logits_TV = logits_TV.to(_accumulation_dtype(logits_TV))
+    logits_TV = (cap * torch.tanh(logits_TV / cap) if cap else logits_TV) / temperature
     if kept_TV is not None:
         logits_TV = logits_TV.masked_fill(~kept_TV, DROPPED)
     logprobs_TV = logits_TV.log_softmax(-1)
@@ -77,10 +81,10 @@ class Tile:
     fused = False
 
     def __init__(
-        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool, cap: float = 0
     ) -> None:
         self.tokens, self.vocabulary = TILE
-        self.scale = 1 / temperature
+        self.scale, self.cap = 1 / temperature, cap
         self.dtype = _accumulation_dtype(hidden_TD)
         size = min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD))
         self.rounded = hidden_TD.new_empty(size)  # logits before the temperature, and the descent, in the inputs' dtype
@@ -106,6 +110,8 @@ class Tile:
         logits_TV = self.logits[:size].view(shape)
         if logits_TV.data_ptr() != product_TV.data_ptr():
             logits_TV.copy_(product_TV)
+        if self.cap:
+            logits_TV.div_(self.cap).tanh_().mul_(self.cap)
         if self.scale != 1:
             logits_TV.mul_(self.scale)
         return logits_TV, self.scratch[:size].view(shape)
@@ -142,6 +148,8 @@ class Tile:
         """
         logits_TV, scratch_TV = self.logits_and_scratch(product_TV)
         width = product_TV.shape[1]
+        # how much a capped logit grows with its product
+        slope_TV = 1 - (logits_TV / (self.cap * self.scale)).square_() if self.cap else None
         if incoming.kept_TB is not None:
             logits_TV.masked_fill_(dropped(incoming.kept_TB, width), DROPPED)
         column_T1, inside_T1 = _columns(incoming.targets_T.unsqueeze(1), width)
@@ -158,6 +166,8 @@ class Tile:
         if incoming.others is not None:
             column_TK, inside_TK = _columns(incoming.others[0], width)
             descent_TV.scatter_add_(1, column_TK, -incoming.others[1] * inside_TK)
+        if slope_TV is not None:
+            descent_TV.mul_(slope_TV)
         if self.rounded.dtype == self.dtype:
             return descent_TV
         return self.rounded[: descent_TV.numel()].view(descent_TV.shape).copy_(descent_TV)
@@ -249,6 +259,7 @@ class _Options(NamedTuple):
     with_entropy_grad: bool
     float32_logits: bool
     keep_logits: bool
+    cap: float = 0.0
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -315,6 +326,7 @@ def token_logprob(
     keep_logits: bool = False,
     kept: torch.Tensor | None = None,
     others: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape; and with
     the ids of `others`, [T, K], their log-probs. An id outside the vocabulary has any number.
@@ -328,7 +340,8 @@ def token_logprob(
     group, so callers must not.
 
     `kept` has the tokens' masks over weight's rows, [T, ceil(rows / 8)] uint8 (kept_bits.py). With `keep_logits` a
-    forward that a backward may follow keeps T x rows logits for it.
+    forward that a backward may follow keeps T x rows logits for it. `cap` is the largest
+    logit before the temperature, approached by tanh; 0: there is none.
     """
     if hidden_TD.shape[:-1] != targets_T.shape:
         raise ValueError(
@@ -349,7 +362,7 @@ def token_logprob(
         flat_T - start,
         kept,
         None if others is None else others - start,
-        _Options(temperature, group, with_entropy_grad, float32_logits, keep_logits and follows),
+        _Options(temperature, group, with_entropy_grad, float32_logits, keep_logits and follows, cap),
     )
     return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape), *others_TK
 
@@ -376,9 +389,12 @@ def most_likely(
 def _tile(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, options: _Options, *, plain: bool = False
 ) -> "Tile | FusedTile":
-    """Return a FusedTile for a GPU's tensors, or else a Tile. Its methods are the same; it alone reads other ids."""
-    fused = None if plain else _triton(hidden_TD)
-    return (fused.FusedTile if fused else Tile)(hidden_TD, weight_VD, options.temperature, options.float32_logits)
+    """Return a FusedTile for a GPU's tensors, or else a Tile, whose methods are the same; it alone reads other ids
+    and caps logits."""
+    fused = None if plain or options.cap else _triton(hidden_TD)
+    if fused:
+        return fused.FusedTile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
+    return Tile(hidden_TD, weight_VD, options.temperature, options.float32_logits, options.cap)
 
 
 def _triton(hidden_TD: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ ValueHead    hidden -> one number per position               critic and reward m
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +55,13 @@ class TokenHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        pass
+        output_multiplier: float = 1.0  # on logits, as TorchTitan's SoftCappedLinear names both
+        output_soft_cap_temp: float | None = None  # the largest logit after that, approached by tanh
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._question: Question | None = None
+        self._multiplier, self._cap = config.output_multiplier, config.output_soft_cap_temp or 0.0
 
     @contextmanager
     def asked(self, question: Question) -> Iterator[None]:
@@ -93,13 +95,14 @@ class TokenHead(Linear):
             hidden_TD,
             weight_VD,
             targets_T,
-            question.temperature,
+            question.temperature / self._multiplier,
             shard=shard,
             with_entropy_grad=question.with_entropy_grad,
             float32_logits=question.float32_logits,
             keep_logits=question.keep_logits,
             kept=question.kept_bits(len(weight_VD), start),
             others=others_TK,
+            cap=self._cap / self._multiplier,
         )
         if question.top and others_TK is not None:
             logprob_T, _, logprobs_TK = answers_T
@@ -124,6 +127,9 @@ class ValueHead(Linear):
 
 @override(target=Linear.Config, fqns=["lm_head"], description="Log-probs of given targets instead of logits.")
 def token_head(config: Linear.Config) -> TokenHead.Config:
+    kept = {field.name for field in fields(TokenHead.Config)}
+    if lost := sorted({field.name for field in fields(config)} - kept):
+        raise ValueError(f"lm_head: expected a head with {sorted(kept)}, found one that computes with {lost} too")
     return derive(config, TokenHead.Config, sharding_config=_local_output(config))
 
 

@@ -189,6 +189,21 @@ def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
     assert torch.autograd.gradcheck(chunked, (hidden, weight))
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 7, 6), (33, 70, 16)])
+@pytest.mark.parametrize("cap", [0.7, 3.0])
+def test_capped_logits_agree_with_the_reference(shape: tuple[int, int, int], cap: float, entropy: bool) -> None:
+    arguments = (*case(*shape, torch.float64), 0.8)
+    want = results(reference_token_logprob, *arguments, entropy=entropy, cap=cap)
+    found = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy, cap=cap)
+    assert_same(found, want)
+    hidden, weight, targets, _ = arguments
+    others = most_likely(hidden.detach(), weight.detach(), 3)
+    read = token_logprob(hidden, weight, targets, 0.8, others=others, cap=cap)[2]
+    logits = cap * torch.tanh(hidden @ weight.T / cap) / 0.8
+    torch.testing.assert_close(read, logits.log_softmax(-1).gather(1, others))
+
+
 def test_the_shipped_tile_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     arguments = (*case(kernel.TILE[0] + 3, kernel.TILE[1] + 5, 8), 1.0)
