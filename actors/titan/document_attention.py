@@ -66,9 +66,9 @@ class DocumentSDPA(VarlenAttention):
                 q_SNLH, k_SNLH, v_SNLH, mask = with_sinks(q_SNLH, k_SNLH, v_SNLH, mask, sinks_N / scale)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
-            )[..., : q_BLNH.shape[-1]]
+            )[..., : v_BLNH.shape[-1]]
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        return masks.outputs(torch.cat(outputs)).view(q_BLNH.shape)
+        return masks.outputs(torch.cat(outputs)).view(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
 
 
 def with_sinks(
@@ -138,7 +138,7 @@ class SharedVarlen(VarlenAttention):
             num_splits=1 if current_flash_attention_impl() in (None, "FA2") else None,  # as TorchTitan does
         )
         assert isinstance(attended, torch.Tensor)
-        return attended.view(q_BLNH.shape).to(dtype)
+        return attended.view(*q_BLNH.shape[:-1], v_BLNH.shape[-1]).to(dtype)
 
 
 @override(target=VarlenAttention.Config, exact=True, description="Attention over packed documents in any dtype.")

@@ -61,9 +61,10 @@ class ContextParallel:
 
     def of_whole_rows(self, k_BPNH: torch.Tensor, v_BPNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather keys and values of all parts. The backward adds up the gradients of all ranks' queries."""
-        part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], 2), self._mesh, [Shard(1)], run_check=False)
+        side_by_side = 2 if k_BPNH.shape[3] == v_BPNH.shape[3] else 3  # heads, or their elements (MLA)
+        part = DTensor.from_local(torch.cat([k_BPNH, v_BPNH], side_by_side), self._mesh, [Shard(1)], run_check=False)
         both_BLNH = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        k_BLNH, v_BLNH = both_BLNH.split([k_BPNH.shape[2], v_BPNH.shape[2]], 2)
+        k_BLNH, v_BLNH = both_BLNH.split([x.shape[side_by_side] for x in (k_BPNH, v_BPNH)], side_by_side)
         return k_BLNH, v_BLNH
 
     def of_all_parts(self, x_BT: torch.Tensor) -> torch.Tensor:
