@@ -54,7 +54,7 @@ from titan_rl.actors.titan.adaptation import Adaptation, adaptation_of
 from titan_rl.actors.titan.compute_copies import ComputeCopies
 from titan_rl.actors.titan.document_masks import Attended
 from titan_rl.actors.titan.row_parts import RowParts, row_parts, whole_rows
-from titan_rl.actors.titan.shard_reader import read_shards
+from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved, without_fsdp
@@ -62,7 +62,7 @@ from titan_rl.config.sections import Config, LoraSection
 from titan_rl.kernels import cpu_matmul
 from titan_rl.wire import weight_plan
 from titan_rl.wire.gpus import require_planned_device
-from titan_rl.wire.model_shape import HF_VALUE_HEAD, ROUTE_BIAS, ModelShape, planned
+from titan_rl.wire.model_shape import HF_VALUE_HEAD, ROUTE_BIAS, ModelShape, SpecShape, planned
 from titan_rl.wire.side_columns import RankPart, side_column
 from titan_rl.wire.types import Rows, entries
 
@@ -406,6 +406,10 @@ class TitanModel:
             for one in self.shape.stacked():
                 state[one] = transposed(state[one])
             sizes = {name: written.itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
+            if isinstance(self.shape, SpecShape):
+                others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.tensors)
+                state |= others
+                sizes |= {name: value.nbytes for name, value in others.items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
                 fqn_to_index_mapping=file_numbers(sizes, file_bytes),

@@ -21,6 +21,8 @@ FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     first call.
 MoEStateDictAdapter._caculate_indices_from_placements
     TorchTitan's does not know replicated experts; spec.py's Adapter extends it.
+MuseGlimmerStateDictAdapter._permute, _reverse_permute
+    TorchTitan's reorder rows of q and k for rotary embeddings of pairs; muse_glimmer.py's MuseGlimmerAdapter does not.
 FileWriter
     DCP's writer of files. The public FileSystemWriter is also a stager, which async_save would then use for its copies.
 _async_process_executor._CHECKPOINT_PROCESS

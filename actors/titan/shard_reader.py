@@ -1,6 +1,6 @@
 """Reads a rank's shards of a model from the safetensors of a Hugging Face folder, and nothing else of the files."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,16 @@ def read_shards(
                     target.copy_(tensors[name][first, columns, rows].T)
                 else:
                     target.copy_(tensors[name][(rows, columns) if target.dim() > 1 else rows])
+
+
+def other_tensors(folder: Path, known: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors of a folder that a model has no parameters for, such as a vision tower, from mapped files."""
+    opened: Any = safe_open
+    others = dict[str, Tensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with opened(str(path), framework="pt") as file:
+            others |= {name: file.get_tensor(name) for name in file.keys() if name not in known}  # noqa: SIM118
+    return others
 
 
 def of_mxfp4(blocks_RG16: Tensor, scales_RG: Tensor) -> Tensor:

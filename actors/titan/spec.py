@@ -4,9 +4,10 @@ Every family is built from TorchTitan's parts, in the blocks of its Qwen3: so ar
 what the weight plan, checkpoints and exports have.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,8 @@ from titan_rl.actors.titan.adaptation import Adaptation
 from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
 from titan_rl.wire.model_families import BEFORE, NormPlace
-from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, SpecShape
+from titan_rl.wire.user_functions import load
 
 NO_DIMENSION = -1
 WHOLE = Adaptation()
@@ -125,6 +127,8 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
 
     q, k and v stay separate linears: their shards are then rectangles of Hugging Face's tensors, which is what the
     weight plan moves; the generator fuses them on arrival."""
+    if isinstance(shape, SpecShape):
+        return given_spec(shape, seq_len)
     init, parts = Initializers.of(shape), shape.parts
     embedding = family_parts.ScaledEmbedding if parts.scaled_embedding else Embedding
     model = family_parts.Model.Config(
@@ -149,6 +153,23 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
         post_optimizer_build_fn=None,
         state_dict_adapter=type("FamilyAdapter", (Adapter,), {"norms": parts.norms, "gpt_oss": parts.sinks}),
     )
+
+
+def given_spec(shape: SpecShape, seq_len: int) -> ModelSpec:
+    """Build the spec of a model that is not made of Qwen3's blocks."""
+    spec = spec_of(shape.spec, json.loads(shape.hf))
+    model: Any = spec.model
+    for layer in model.layers:
+        layer.attention.rope = replace(layer.attention.rope, max_seq_len=seq_len)
+    return spec
+
+
+def spec_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """Call the function "module:name" with the keys of config.json."""
+    spec = load(name, "model.spec")(config)
+    if not isinstance(spec, ModelSpec) or spec.state_dict_adapter is None:
+        raise ValueError(f"expected {name} to return TorchTitan's ModelSpec with an adapter, found {spec!r:.80}")
+    return spec
 
 
 def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Qwen3TransformerBlock.Config:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan import document_attention, experts, heads
@@ -19,6 +20,7 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     attention = document_attention.overrides(device, compute)
     routed = experts.OVERRIDES if shape.experts else []
     apply_overrides(OverrideConfig(imports=[heads.OVERRIDES[shape.head], *attention, *routed]), spec.model)
+    dist_utils.set_spmd_backend("partial_dtensor")
     made = TitanModel.__new__(TitanModel)
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()

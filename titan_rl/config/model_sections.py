@@ -15,6 +15,9 @@ class ModelSection:
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
+    spec: str = ""
+    """Function "package.module:name" that returns a TorchTitan ModelSpec for the keys of the folder's config.json, see
+    docs/models.md. Empty: the model_type's own. Trainers only: such a model cannot sample yet."""
     hub_name: str = ""
     """Name of these weights on a model hub, as in "Qwen/Qwen3-0.6B". Exported adapters name it as their base. Empty:
     they name the folder, which other machines lack."""

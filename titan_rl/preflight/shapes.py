@@ -21,11 +21,13 @@ YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 def shape_of(model: ModelSection) -> ModelShape:
     """Return the shape that [model] describes. A ValueError names the key to change."""
     if model.hf_assets_path:
-        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path")
+        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path", model.spec)
         if model.name not in ("auto", shape.family):
             expected = f'expected "{shape.family}" or "auto", the family of {model.hf_assets_path}'
             raise ValueError(f'model.name: {expected}, found "{model.name}"')
         return shape
+    if model.spec:
+        raise ValueError("model.hf_assets_path: expected a Hugging Face folder, required by model.spec, found none")
     if not model.head_dim and model.dim < model.n_heads:
         least = f"at least n_heads = {model.n_heads}, because head_dim is 0"
         raise ValueError(f"model.dim: expected {least}, found {model.dim}")

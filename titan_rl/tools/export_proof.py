@@ -53,9 +53,12 @@ def by_transformers(
     """Return the same from transformers' model of the folder, computed in this dtype. `adapters`: a folder in PEFT's
     layout, whose adapters are added to the weights."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
-    kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
+    (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        raise ProofFailed(f"expected a model of transformers {transformers.__version__}, found {name}")
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     if adapters is not None:
         add_adapters(model, adapters)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, RopeType, why_unknown
+from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, SPECS, FamilyParts, RopeType, why_unknown
 
 HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # required by transformers
     (
@@ -98,7 +98,8 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield missing keys, and values that trainer and generator cannot both run."""
     model_type = str(config.get("model_type"))
     if model_type not in BY_MODEL_TYPE:
-        known = ", ".join(list(BY_MODEL_TYPE)[:-1]) + f" or {list(BY_MODEL_TYPE)[-1]}"
+        *first, last = [*BY_MODEL_TYPE, *SPECS]
+        known = f"{', '.join(first)} or {last}"
         yield refused("model_type", known, config.get("model_type")) + why_unknown(model_type)
         return
     parts = parts_of(config)

@@ -208,6 +208,9 @@ FAMILIES: dict[Family, FamilyParts] = {
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
+SPECS = {"muse_glimmer": "titan_rl.actors.titan.muse_glimmer:spec"}
+"""Functions that return TorchTitan's spec of a model_type from its config.json."""
+
 OTHER_KINDS = {  # why a model_type has no entry
     "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "llama4"),
     "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),

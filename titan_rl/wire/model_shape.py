@@ -1,11 +1,12 @@
 """Dimensions of a decoder, read from our own keys or a Hugging Face folder."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from titan_rl.config.choices import Family
 from titan_rl.config.plain_files import text_of
@@ -25,7 +26,8 @@ from titan_rl.wire.hf_config import (
     unsupported,
     window_theta_of,
 )
-from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, Head
+from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, SPECS, FamilyParts, Head
+from titan_rl.wire.sizes_of_spec import sizes_of_spec
 from titan_rl.wire.weight_plan import Piece, Shard
 
 HF_LM_HEAD = "lm_head.weight"
@@ -400,17 +402,57 @@ def planned(parts: Iterable[Part], shape: ModelShape, dtype: str) -> list[Part]:
     return [part.of_halves() if ends and part.name.endswith(ends) else part for part in parts]
 
 
-def shape_of_folder(folder: str, key: str) -> ModelShape:
-    """Return the shape of the Hugging Face folder that the config key `key` names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecShape(ModelShape):
+    """Dimensions of a model whose TorchTitan spec a function builds from config.json, and which is not made of the
+    parts in FAMILIES."""
+
+    spec: str  # "module:function"
+    hf: str  # config.json
+    tensors: Mapping[str, tuple[int, ...]] = field(hash=False)  # sizes by the names in the folder
+
+    @classmethod
+    def of(cls, spec: str, text: str) -> "SpecShape":
+        sizes, family = dict(sizes_of_spec(spec, text)), cast("Family", json.loads(text)["model_type"])
+        tensors = {name: tuple(size) for name, size in sizes.pop("tensors").items()}
+        return cls(**sizes, family=family, tensors=tensors, spec=spec, hf=text)
+
+    @property
+    def parts(self) -> FamilyParts:
+        return FamilyParts(model_type=self.family, architectures={"lm": json.loads(self.hf)["architectures"][0]})
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(size) for size in self.tensors.values())
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        block = [size for name, size in self.tensors.items() if ".layers.0." in name]
+        return [(size[0], size[1]) for size in block if len(size) == 2]
+
+    @property
+    def hf_head(self) -> dict[str, Any]:
+        return {}  # an export keeps the keys of its folder's config.json
+
+    def hf_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
+        return {name: size for name, size in self.tensors.items() if head or name != HF_LM_HEAD}
+
+
+def shape_of_folder(folder: str, key: str, spec: str = "") -> ModelShape:
+    """Return the shape of the Hugging Face folder that the config key `key` names. `spec`: the function that builds its
+    model ("module:function"); by default the one for its model_type, if there is one, else the parts of its family."""
     path = Path(folder) / "config.json"
     if not os.path.isdir(path.parent):  # unlike Path.is_dir, never raises
         fetch = "`hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub's: a run downloads nothing"
         hint = "" if path.parent.name == "hf" else f"; {fetch}"  # hf/ is what another run is yet to write
         raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}{hint}")
     try:
-        found = json.loads(text_of(path))
+        text = text_of(path)
+        found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not a JSON object")
+        if spec := spec or SPECS.get(str(found.get("model_type")), ""):
+            return SpecShape.of(spec, text)
         return ModelShape.from_hf(found)
     except RecursionError as error:
         raise ValueError(f"{key}: expected a usable {path}, found JSON that is nested too deeply") from error

@@ -38,6 +38,9 @@ def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.parts.fused:
         why = f"because a folder of {shape.family} has projections as one tensor, beside which no adapter of one fits"
         yield wrong("lora.rank", f"0, {why}")
+    if not adaptable(shape):
+        yield wrong("lora.rank", f"0, because the layers of {shape.family} have no adapters here")
+        return
     if lora.rank > shape.dim:
         yield wrong("lora.rank", f"at most the model's dim = {shape.dim}")
     known, there = adaptable(shape), list(lora.targets)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.weight_plan import LORA_A, LORA_B
 
 LAYERS = {
@@ -33,7 +33,10 @@ PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_c
 
 
 def adaptable(shape: ModelShape) -> list[str]:
-    """Return the layers of a block that can have an adapter. The matrices of experts are stacked, and cannot."""
+    """Return the layers of a block that can have an adapter. The matrices of experts are stacked, and cannot; nor can
+    blocks that are not ours."""
+    if isinstance(shape, SpecShape):
+        return []
     return [name for name, layer in LAYERS.items() if not (shape.experts and layer.startswith("mlp."))]
 
 

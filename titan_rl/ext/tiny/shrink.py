@@ -20,9 +20,10 @@ from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.preflight.placement import Unplaceable, place
 from titan_rl.preflight.plan import write_model_folder
+from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.row_files import row_files
-from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import ModelShape, SpecShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a smaller model is not shrunk
 DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree")
@@ -94,6 +95,8 @@ def _model(config: Config) -> Iterator[tuple[str, Any]]:
             return
         if shape.parameters <= TINY_PARAMETERS:
             return
+        if isinstance(shape, SpecShape):
+            refuse("--scale", [f"--scale tiny: expected a family of docs/models.md, found {shape.family} in {folder}"])
         yield "model.name", shape.family
         yield "model.enable_weight_tying", shape.tied
     elif not folder and _parameters(config.model) <= TINY_PARAMETERS:

@@ -92,6 +92,7 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
     config = with_adapter_sync(config, shape, device)
     yield from model.check_dimensions(config, shape)
     yield from model.check_parallelism(config, shape)
+    yield from model.check_spec(config, shape)
     if config.generator.quantization != "none":
         yield from needed_part("checks of quantization", "generator.quantization")(config, shape, device)
     for each in checks_of_parts(config, MODEL_CHECKS):

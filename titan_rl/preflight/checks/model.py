@@ -19,7 +19,7 @@ from titan_rl.preflight.shapes import shape_of_role
 from titan_rl.tasks.task import chat_settings
 from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import SIZE, TextTokenizer, build
-from titan_rl.wire.model_shape import BLOCKS, SCALES, ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import BLOCKS, SCALES, ModelShape, SpecShape, shape_of_folder
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
 EXPERT_MULTIPLE = 8  # torch's grouped products take rows of whole 16 bytes; bfloat16 has 2
@@ -50,6 +50,20 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"algorithm.name: expected one without a value head, {why}, found {json.dumps(config.algorithm.name)}"
     if not model.hf_assets_path and shape.vocab_size < SIZE:
         yield f"model.vocab_size: expected at least the built-in tokenizer's {SIZE}, found {shape.vocab_size}"
+
+
+def check_spec(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Refuse what needs more than a forward, a backward and a folder of a model that is not made of our blocks."""
+    if not isinstance(shape, SpecShape):
+        return
+    wrong, why = partial(problem, config), f"because generators have no weight plan for {shape.family}"
+    if config.algorithm.kind == "rl":
+        yield wrong("algorithm.name", f"an algorithm that samples nothing, such as sft or dpo, {why}")
+    elif config.samples_rollouts:
+        key = "eval.size" if config.eval.size else "eval.sets"
+        yield wrong(key, f"{'0' if config.eval.size else 'none'}, {why}")
+    if config.algorithm.kind == "reward":
+        yield wrong("algorithm.name", f"another, because {shape.family} has no value head here")
 
 
 def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:

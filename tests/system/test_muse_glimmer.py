@@ -1,0 +1,86 @@
+"""TorchTitan's Muse Glimmer in whole runs: it learns, equally on every mesh, and its export is a folder like the one it
+began from."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.muse_glimmer import make_model, transformers_model
+from support.running import Run, Runs
+
+STEPS = 4
+KEYS: dict[str, Any] = {
+    **{"model__name": "auto", "eval__size": 0, "training__global_batch_size": 8, "training__steps": STEPS},
+    **{"checkpoint__interval": 2, "optimizer__lr": 3e-3, "small": False},
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "tensor parallel": {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    "context parallel": {"parallelism__context_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    "recomputed in bfloat16": {"training__mixed_precision_param": "bfloat16", "activation_checkpoint__mode": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("muse") / "model")
+
+
+@pytest.fixture(scope="module")
+def usual(runs: Runs, folder: Path) -> Run:
+    """On two FSDP2 ranks."""
+    return trained(runs, folder, "usual")
+
+
+def trained(runs: Runs, folder: Path, name: str, config: str = "sft_llama", **keys: Any) -> Run:
+    return runs.finish(folder.parent / name, config, model__hf_assets_path=folder, **(KEYS | keys))
+
+
+def steps(run: Run) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl", "fit") if "loss" in line]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_are_those_of_two_ranks(runs: Runs, folder: Path, usual: Run, mesh: str) -> None:
+    tolerance = 5e-2 if "bfloat16" in mesh else 5e-4  # Adam magnifies the rounding of a step in later ones
+    found = steps(trained(runs, folder, mesh, **MESHES[mesh]))
+    assert len(found) == STEPS
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(steps(usual)), rtol=tolerance, atol=tolerance)
+
+
+def test_a_run_resumes(runs: Runs, folder: Path, usual: Run) -> None:
+    trained(runs, folder, "resumed", training__steps=2)
+    assert steps(trained(runs, folder, "resumed")) == steps(usual)
+
+
+def test_it_learns_and_exports(runs: Runs, folder: Path) -> None:
+    run = trained(runs, folder, "learns", training__steps=80, training__global_batch_size=64)
+    losses = [loss for loss, _ in steps(run)]
+    assert losses[-1] < 0.5 * losses[0]
+    before = load_file(folder / "model.safetensors")
+    (file,) = (run.folder / "hf").glob("*.safetensors")
+    after = load_file(file)
+    assert {name: w.shape for name, w in after.items()} == {name: w.shape for name, w in before.items()}
+    kept = {name for name, w in after.items() if torch.equal(w, before[name])}
+    assert kept == {name for name in before if "vision" in name}
+    theirs = transformers_model(run.folder / "hf")
+    assert all(torch.equal(w, after[name]) for name, w in theirs.state_dict().items())
+
+
+def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
+    """The command proves the export's log-probs by transformers."""
+    out = folder.parent / "exported"
+    command = [sys.executable, "-m", "titan_rl", "export", str(usual.folder), "--out", str(out)]
+    subprocess.run(command, check=True)
+    (file,), (at_end,) = (each.glob("*.safetensors") for each in (out, usual.folder / "hf"))
+    assert load_file(file).keys() == load_file(folder / "model.safetensors").keys()
+    assert all(torch.equal(w, load_file(at_end)[name]) for name, w in load_file(file).items())
+
+
+def test_pairs_are_learned(runs: Runs, folder: Path) -> None:
+    run = trained(runs, folder, "pairs", "dpo_llama", cold_start__steps=0)
+    assert steps(run)[-1][0] < steps(run)[0][0]
