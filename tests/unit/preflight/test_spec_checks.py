@@ -6,7 +6,12 @@ import pytest
 
 from support.checked_configs import config
 from support.muse_glimmer import make_model
+from titan_rl.config.sections import Config
+from titan_rl.ext.tiny import shrink
+from titan_rl.ext.tiny.shrink import shrunk
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.refusal import ConfigRefused, raising
+from titan_rl.tools.deployed import alone
 
 SFT = '[model]\nhf_assets_path = "{}"\n[eval]\nsize = 0\n[algorithm]\nname = '
 NO_PLAN = "because generators have no weight plan for muse_glimmer"
@@ -66,3 +71,16 @@ def test_a_family_name_of_another_model_is_refused(tmp_path: Path, folder: Path)
     assert problems(config(tmp_path, toml)) == [
         f'model.name: expected "muse_glimmer" or "auto", the family of {folder}, found "qwen3"'
     ]
+
+
+def test_no_engine_serves_it(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a model .* weight plan for, found muse_glimmer$"):
+        alone(Config(), folder, tmp_path)
+
+
+def test_it_is_not_shrunk(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(tmp_path, SFT.format(folder) + '"sft"')
+    shrunk(given, (), tmp_path)
+    monkeypatch.setattr(shrink, "TINY_PARAMETERS", 1000)
+    with raising(), pytest.raises(ConfigRefused, match=r"--scale tiny: expected a family of .*, found muse_glimmer"):
+        shrunk(given, (), tmp_path)
