@@ -88,7 +88,7 @@ def without_torchvision() -> Iterator[None]:
     if find_spec("torchvision") is not None:
         yield
         return
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # remembers that it is missing
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.io")

@@ -47,7 +47,7 @@ from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
-from titan_rl.wire.model_shape import OF_ROUTER, ModelShape
+from titan_rl.wire.model_shape import OF_ROUTER, ModelShape, SpecShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, ContextScore, Finish, Request, Sampling
@@ -216,7 +216,9 @@ class Engine:
         self._adapters.begin(self._llm)
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
-        self._layout = None if settings.shape is None else self._learned(settings.shape)
+        shape, loaded = settings.shape, settings.load_format == "auto"
+        has_more = loaded and isinstance(shape, SpecShape)  # than the text model, such as a vision tower
+        self._layout = None if shape is None or has_more else self._learned(shape)
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
         self.info = EngineInfo(os.getpid(), shapes, "V2" if config.use_v2_model_runner else "V1")
 

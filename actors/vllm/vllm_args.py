@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_rl.config.sections import GeneratorSection
+from titan_rl.wire.model_shape import SpecShape
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Request, Sampling
 
@@ -26,12 +27,14 @@ def quantization_args(settings: GeneratorSection, *, on_cpu: bool) -> dict[str, 
     return {"quantization": "fp8_per_channel", "linear_backend": "torch" if on_cpu else "cutlass"}
 
 
-def engine_args(settings: GeneratorSection) -> dict[str, Any]:
+def engine_args(settings: Any) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
     values = asdict(settings)
     keys = {VLLM_NAMES.get(key, key): value for key, value in values.items() if key not in NOT_VLLMS}
     # A sync writes whole numbers, also where the folder has experts in 4 bits. vLLM's loader takes no None.
     whole = {"quantization_config": None} if values["load_format"] == "dummy" else {}
+    text: dict[str, Any] = {"language_model_only": True} if isinstance(settings.shape, SpecShape) else {}
+    overrides = whole | ({"has_vision": False} if whole and text else {})  # Muse Glimmer's key; a folder has the tower
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
@@ -42,7 +45,8 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
-        "hf_overrides": {"head_dtype": values["head_dtype"], **whole},
+        **text,
+        "hf_overrides": {"head_dtype": values["head_dtype"], **overrides},
         "disable_log_stats": True,
     }
 

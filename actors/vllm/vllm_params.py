@@ -10,7 +10,7 @@ from math import prod
 
 from titan_rl.config.choices import Quantization
 from titan_rl.config.sections import LoraSection
-from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, planned
+from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, SpecShape, planned
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_plan import Piece, is_adapter
 
@@ -51,6 +51,8 @@ def planned_layout(
 ) -> LiveLayout:
     """Return the layout of a rank of an engine in `dtype` as a plan assumes it, without vLLM. A run learns it
     (learned_plan.py)."""
+    if isinstance(shape, SpecShape):
+        return _cut_by_rows(shape, tp, rank)
     shapes, found = dict[str, tuple[int, ...]](), list[Piece]()
     for param, parts in _parameters(shape, tp):
         rows = sum(part.height for part in parts)
@@ -67,6 +69,16 @@ def planned_layout(
                 found.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
             dst_row0 += part.height
     return LiveLayout(shapes, found).halved(shape, dtype).with_adapters(shape, lora)
+
+
+def _cut_by_rows(shape: SpecShape, tp: int, rank: int) -> LiveLayout:
+    """Return a layout with the bytes of a model whose vLLM is not described here: each matrix is cut by rows."""
+    shapes, found = dict[str, tuple[int, ...]](), list[Piece]()
+    for name, (rows, *cols) in shape.hf_tensors().items():
+        cuts = tp if cols and rows % tp == 0 else 1
+        shapes[name] = rows // cuts, *cols
+        found.append(Piece(name, 0, 0, name, rank % cuts * (rows // cuts), rows // cuts, 0, prod(cols)))
+    return LiveLayout(shapes, found)
 
 
 def pieces(

@@ -84,3 +84,34 @@ def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
 def test_pairs_are_learned(runs: Runs, folder: Path) -> None:
     run = trained(runs, folder, "pairs", "dpo_llama", cold_start__steps=0)
     assert steps(run)[-1][0] < steps(run)[0][0]
+
+
+SAMPLED: dict[str, Any] = {
+    **{"cold_start__steps": 4, "training__steps": 3, "eval__size": 8, "small": True, "config": "grpo_llama"},
+    **{"rollout__max_new_tokens": 6, "generator__replicas": 1},
+}
+PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
+    "two engine ranks, and a tower in the folder": ({"generator__tensor_parallel_degree": 2}, 1e-4),
+    "16 bits, a lag and trainers with tensor parallelism": (
+        {
+            **{"generator__dtype": "bfloat16", "training__mixed_precision_param": "bfloat16"},
+            **{"rollout__max_staleness_steps": 1, "parallelism__tensor_parallel_degree": 2},
+            "parallelism__data_parallel_shard_degree": 1,
+        },
+        5e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_engines_sample_with_the_trainers_weights(runs: Runs, folder: Path, pair: str) -> None:
+    keys, most = PAIRS[pair]
+    run = trained(runs, folder, pair, **(SAMPLED | keys))
+    gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl", "rl") if "logprob_gap/mean" in line]
+    assert len(gaps) == 3
+    assert max(gaps) < most
+
+
+def test_a_folder_with_a_tower_is_evaluated(folder: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl", "eval", str(folder), "--config", "grpo_llama", "--size", "4", "--json"]
+    assert "heldout" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

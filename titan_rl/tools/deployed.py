@@ -169,11 +169,9 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
     from titan_rl.config.algorithm_sections import AlgorithmSection, CurriculumSection
     from titan_rl.config.model_sections import ColdStartSection, ModelSection
     from titan_rl.tasks.row_files import row_files
-    from titan_rl.wire.model_shape import SpecShape, shape_of_folder
+    from titan_rl.wire.model_shape import shape_of_folder
 
     shape = shape_of_folder(str(folder), "FOLDER")
-    if isinstance(shape, SpecShape):
-        raise ValueError(f"FOLDER: expected a model that generators have a weight plan for, found {shape.family}")
     task = config.task
     if task.name == "jsonl" and task.eval_path and config.eval.size:
         row_files(task.eval_path, "task.eval_path")

@@ -288,7 +288,7 @@ async def _generators(
             policy=generator_policy(config, incidents),
         )
         ranks = await mesh.start()
-        filled = [layout.with_adapters(setup.shape, lora) for layout in await mesh.layouts()]
+        filled = [] if loaded else [layout.with_adapters(setup.shape, lora) for layout in await mesh.layouts()]
         for rank, layout in zip(ranks, cycle(filled)):
             verify_complete(rank.shapes, layout.shapes, quantization)
         if loaded:

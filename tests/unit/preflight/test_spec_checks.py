@@ -6,15 +6,12 @@ import pytest
 
 from support.checked_configs import config
 from support.muse_glimmer import make_model
-from titan_rl.config.sections import Config
 from titan_rl.ext.tiny import shrink
 from titan_rl.ext.tiny.shrink import shrunk
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.refusal import ConfigRefused, raising
-from titan_rl.tools.deployed import alone
 
 SFT = '[model]\nhf_assets_path = "{}"\n[eval]\nsize = 0\n[algorithm]\nname = '
-NO_PLAN = "because generators have no weight plan for muse_glimmer"
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +20,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "orpo"])
-def test_training_without_samples_is_sound(tmp_path: Path, folder: Path, algorithm: str) -> None:
+def test_training_by_pairs_and_answers_is_sound(tmp_path: Path, folder: Path, algorithm: str) -> None:
     pairs = "" if algorithm == "sft" else f'[task]\npath = "{_pairs(tmp_path)}"\nname = "jsonl"\n'
     reference = '[reference]\nmesh = "trainer"\n' if algorithm == "dpo" else ""
     assert problems(config(tmp_path, SFT.format(folder) + f'"{algorithm}"\n{pairs}{reference}')) == []
+
+
+def test_training_by_samples_is_sound(tmp_path: Path, folder: Path) -> None:
+    assert problems(config(tmp_path, SFT.format(folder).replace("size = 0", "size = 4") + '"grpo"')) == []
 
 
 def _pairs(tmp_path: Path) -> Path:
@@ -38,9 +39,10 @@ def _pairs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
+        ('"ppo"', "algorithm.name: expected one without a critic, because muse_glimmer has no value head here, found "),
         (
-            '"grpo"',
-            f'algorithm.name: expected an algorithm that samples nothing, such as sft or dpo, {NO_PLAN}, found "',
+            '"grpo"\n[generator]\nquantization = "fp8"\ndtype = "bfloat16"',
+            'generator.quantization: expected "none", because vLLM\'s layers of muse_glimmer are not known, ',
         ),
         (
             '"sft"\n[lora]\nrank = 8',
@@ -61,21 +63,11 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, folder: Path, keys
     assert any(line.startswith(problem) for line in found), found
 
 
-def test_an_evaluation_needs_a_generator(tmp_path: Path, folder: Path) -> None:
-    toml = SFT.format(folder).replace("size = 0", "size = 4") + '"sft"'
-    assert problems(config(tmp_path, toml)) == [f"eval.size: expected 0, {NO_PLAN}, found 4"]
-
-
 def test_a_family_name_of_another_model_is_refused(tmp_path: Path, folder: Path) -> None:
     toml = SFT.format(folder).replace("[eval]", 'name = "qwen3"\n[eval]') + '"sft"'
     assert problems(config(tmp_path, toml)) == [
         f'model.name: expected "muse_glimmer" or "auto", the family of {folder}, found "qwen3"'
     ]
-
-
-def test_no_engine_serves_it(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected a model .* weight plan for, found muse_glimmer$"):
-        alone(Config(), folder, tmp_path)
 
 
 def test_it_is_not_shrunk(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

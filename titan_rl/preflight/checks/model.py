@@ -53,17 +53,16 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def check_spec(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Refuse what needs more than a forward, a backward and a folder of a model that is not made of our blocks."""
+    """Refuse what is computed for models of our blocks only."""
     if not isinstance(shape, SpecShape):
         return
-    wrong, why = partial(problem, config), f"because generators have no weight plan for {shape.family}"
-    if config.algorithm.kind == "rl":
-        yield wrong("algorithm.name", f"an algorithm that samples nothing, such as sft or dpo, {why}")
-    elif config.samples_rollouts:
-        key = "eval.size" if config.eval.size else "eval.sets"
-        yield wrong(key, f"{'0' if config.eval.size else 'none'}, {why}")
+    wrong = partial(problem, config)
     if config.algorithm.kind == "reward":
         yield wrong("algorithm.name", f"another, because {shape.family} has no value head here")
+    if "critic" in config.roles:
+        yield wrong("algorithm.name", f"one without a critic, because {shape.family} has no value head here")
+    if config.generator.quantization != "none":
+        yield wrong("generator.quantization", f'"none", because vLLM\'s layers of {shape.family} are not known')
 
 
 def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
