@@ -14,7 +14,7 @@ def halves_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Halves(Mapping[str, Tensor]):
-    """A rank's tensors by Hugging Face's names, with those of routers as halves. Weights are rounded to `dtype` first,
+    """Tensors of a rank by Hugging Face's names, routers as halves. Weights are rounded to `dtype` first,
     as the trainer's forward rounds them; a bias is not."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shape: ModelShape, dtype: str) -> None:
