@@ -10,7 +10,7 @@ TEXT: dict[str, Any] = {
 }
 VISION: dict[str, Any] = {
     **{"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16},
-    **{"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4, "patch_size": 2},
+    **{"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4, "patch_size": 2, "output_dim": 64},
 }
 
 
@@ -20,7 +20,12 @@ def make_folder(folder: Path, *, std: float = 0.2, head_std: float = 5.0, **chan
     from transformers import MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
 
     torch.manual_seed(0)
-    ids = {"image_token_id": 60, "video_token_id": 61, "out_hidden_size": 64, "projector_hidden_size": 16}
+    ids: dict[str, Any] = {
+        "image_token_id": 60,
+        "video_token_id": 61,
+        "out_hidden_size": 64,
+        "projector_hidden_size": 16,
+    }
     config = MuseGlimmerConfig(text_config=TEXT | changes, vision_config=VISION, **ids)
     model = MuseGlimmerForConditionalGeneration(config).float()
     with torch.no_grad():

@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.w = nn.Parameter(torch.empty(rows, cols))
 
 
-def learned(load: Callable[[Tensor, Tensor], Any], model: nn.Module | None = None) -> list[Piece]:
+def learned(load: Callable[[Tensor, Tensor], Any], model: Model | None = None) -> list[Piece]:
     """Return what `load` does with a parameter `w` and a folder's tensor `a` of the same size."""
     model = model or Model()
     a = torch.empty(tuple(model.w.shape))
