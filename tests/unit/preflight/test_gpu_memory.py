@@ -12,7 +12,6 @@ from support.checked_configs import config as config_from
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.ext.snapshots.sizes import MemoryOfSnapshots
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.checks.machine import check_gpu_memory
 from titan_rl.preflight.memory import (
@@ -67,7 +66,7 @@ def test_a_moving_average_is_one_copy_of_what_is_trained() -> None:
 
 
 def test_moments_in_bfloat16_take_four_bytes_per_parameter_less() -> None:
-    """On ranks, on disk, in host memory and in snapshots."""
+    """On ranks, on disk and in host memory."""
     own, rounded = (
         on_gpus(load(find(EIGHT), [("optimizer.moments", moments)]), LLAMA_8B, 0) for moments in ("master", "bfloat16")
     )
@@ -76,10 +75,6 @@ def test_moments_in_bfloat16_take_four_bytes_per_parameter_less() -> None:
     assert [saved_bytes(each, "trainer") for each in (own, rounded)] == [12, 8]
     cut = ShardedModel(held=1000, whole=8000, block=1, last=1)
     assert [offloaded(each, cut) for each in (own, rounded)] == [16_000, 12_000]
-    assert [MemoryOfSnapshots(each).of_mesh("trainer", LLAMA_8B) // LLAMA_8B.parameters for each in (own, rounded)] == [
-        24,
-        16,
-    ]
 
 
 def test_betas_with_which_rounded_moments_never_decay_are_refused(tmp_path: Path) -> None:
