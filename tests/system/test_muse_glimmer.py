@@ -17,6 +17,12 @@ STEPS = 4
 KEYS: dict[str, Any] = {
     **{"model__name": "auto", "eval__size": 0, "training__global_batch_size": 8, "training__steps": STEPS},
     **{"checkpoint__interval": 2, "optimizer__lr": 3e-3, "small": False},
+    **{
+        "lr_scheduler__warmup_steps": 1,
+        "lr_scheduler__decay_ratio": 0,
+        "cold_start__stop_at": 0,
+        "cold_start__steps": 0,
+    },
 }
 MESHES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
@@ -46,10 +52,12 @@ def steps(run: Run) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_are_those_of_two_ranks(runs: Runs, folder: Path, usual: Run, mesh: str) -> None:
-    tolerance = 5e-2 if "bfloat16" in mesh else 5e-4  # Adam magnifies the rounding of a step in later ones
-    found = steps(trained(runs, folder, mesh, **MESHES[mesh]))
+    found, expected = torch.tensor(steps(trained(runs, folder, mesh, **MESHES[mesh]))), torch.tensor(steps(usual))
     assert len(found) == STEPS
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(steps(usual)), rtol=tolerance, atol=tolerance)
+    if "bfloat16" in mesh:  # Adam magnifies the rounding of a step in later ones
+        torch.testing.assert_close(found[0], expected[0], rtol=5e-2, atol=0)
+    else:
+        torch.testing.assert_close(found, expected, rtol=5e-4, atol=0)
 
 
 def test_a_run_resumes(runs: Runs, folder: Path, usual: Run) -> None:
@@ -58,7 +66,7 @@ def test_a_run_resumes(runs: Runs, folder: Path, usual: Run) -> None:
 
 
 def test_it_learns_and_exports(runs: Runs, folder: Path) -> None:
-    run = trained(runs, folder, "learns", training__steps=80, training__global_batch_size=64)
+    run = trained(runs, folder, "learns", training__steps=120, training__global_batch_size=64)
     losses = [loss for loss, _ in steps(run)]
     assert losses[-1] < 0.5 * losses[0]
     before = load_file(folder / "model.safetensors")
@@ -82,7 +90,7 @@ def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
 
 
 def test_pairs_are_learned(runs: Runs, folder: Path) -> None:
-    run = trained(runs, folder, "pairs", "dpo_llama", cold_start__steps=0)
+    run = trained(runs, folder, "pairs", "dpo_llama")
     assert steps(run)[-1][0] < steps(run)[0][0]
 
 
