@@ -360,7 +360,7 @@ class Engine:
         def live(model: Any) -> "dict[str, Tensor]":
             filled = self._layout.shapes if self._layout else ()
             buffers = [(name, b) for name, b in model.named_buffers() if name in filled]
-            every = (*model.named_parameters(), *buffers)
+            every = (*with_memory(dict(model.named_parameters())).items(), *buffers)
             own = {name.replace(".base_layer.", "."): p.detach() for name, p in every}
             own = {name: viewed(name, p) for name, p in own.items()}
             return own | self._adapters.tensors(model, slot)
@@ -493,6 +493,15 @@ def context_scores(scores: "FlatLogprobs") -> list[ContextScore]:
     """Return vLLM's scores of a context from its second token on: each token's log-prob, and the most likely token."""
     starts = scores.start_indices[1:]
     return [ContextScore(scores.logprobs[i], scores.token_ids[i + 1], scores.logprobs[i + 1]) for i in starts]
+
+
+def with_memory(params: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    """Leave out parameters that are views of others, as those that latent attention makes after loading."""
+    largest = dict[int, Any]()
+    for p in params.values():
+        held = largest.get(at := p.untyped_storage().data_ptr())
+        largest[at] = p if held is None or p.numel() > held.numel() else held
+    return {n: p for n, p in params.items() if not p.numel() or largest[p.untyped_storage().data_ptr()] is p}
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

@@ -46,6 +46,7 @@ def patch() -> None:
     cpu_matmul.use_fastest()
     keep_linear_weights()
     keep_expert_weights()
+    rotate_all_heads()
     reduce_over_gloo()
     keep_async_scheduling()
 
@@ -112,6 +113,28 @@ def keep_expert_weights() -> None:
     patched.apply = apply
     patched.process_weights_after_loading = lambda self, layer: None
     patched._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
+
+
+def rotate_all_heads() -> None:
+    """Rotate every head of a query that has a dimension for its heads, as in multi-head latent attention. The CPU's
+    kernel counts heads by the last dimension (docs/upstream/vllm-cpu-rotary-heads)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rope: Any = RotaryEmbedding
+    rotate = rope.forward_cpu
+    if hasattr(rotate, "__wrapped__"):  # an earlier engine of this process has done it
+        return
+
+    @wraps(rotate)
+    def flattened(
+        self: Any, positions: "Tensor", query: "Tensor", key: "Tensor | None" = None
+    ) -> "tuple[Tensor, Tensor | None]":
+        tokens = positions.numel()
+        flat_key = None if key is None else key.reshape(tokens, -1)
+        query_out, key_out = rotate(self, positions, query.reshape(tokens, -1), flat_key)
+        return query_out.view(query.shape), None if key is None else key_out.view(key.shape)
+
+    rope.forward_cpu = flattened
 
 
 def reduce_over_gloo() -> None:

@@ -17,7 +17,7 @@ class ModelSection:
     below."""
     spec: str = ""
     """Function "package.module:name" that returns a TorchTitan ModelSpec for the keys of the folder's config.json, see
-    docs/models.md. Empty: the model_type's own. Trainers only: such a model cannot sample yet."""
+    docs/models.md. Empty: the model_type's own."""
     hub_name: str = ""
     """Name of these weights on a model hub, as in "Qwen/Qwen3-0.6B". Exported adapters name it as their base. Empty:
     they name the folder, which other machines lack."""

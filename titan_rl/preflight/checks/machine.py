@@ -34,7 +34,7 @@ from titan_rl.preflight.refusal import problem
 from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.parts import part
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
@@ -106,7 +106,8 @@ def _check_cpu(config: Config, shape: ModelShape | None, generators: int, proces
     if 0 < generator.max_num_batched_tokens < longest:
         least = f"0 or at least {longest} on a CPU, where a prompt is computed in one step"
         yield wrong("generator.max_num_batched_tokens", least)
-    if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
+    grouped = shape is not None and not isinstance(shape, SpecShape)  # another attention may have other sizes
+    if shape and grouped and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"
 
