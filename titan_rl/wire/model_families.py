@@ -208,7 +208,10 @@ FAMILIES: dict[Family, FamilyParts] = {
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
-SPECS = {"muse_glimmer": "titan_rl.actors.titan.muse_glimmer:spec"}
+SPECS = {
+    "muse_glimmer": "titan_rl.actors.titan.muse_glimmer:spec",
+    "gemma4_text": "titan_rl.actors.titan.gemma4:spec",
+}
 """Functions that return TorchTitan's spec of a model_type from its config.json."""
 
 OTHER_KINDS = {  # why a model_type has no entry

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support import gemma4
 from support.muse_glimmer import make_folder, transformers_model
 from support.own_specs import make_mla_folder
 from support.whole_model import whole_model
@@ -42,14 +43,17 @@ def loaded(folder: Path, spec: str = "") -> tuple[Any, Any]:
     return model, built
 
 
-@pytest.mark.parametrize("name", ["muse_glimmer", "a user's MLA"])
+@pytest.mark.parametrize("name", ["muse_glimmer", "a user's MLA", *(f"gemma4, drawn {seed}" for seed in range(3))])
 def test_log_probs_gradients_and_export_are_transformers(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed rows of several documents, two of which share a prompt; one is longer than the window."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")
-    own = "" if name == "muse_glimmer" else "support.own_specs:mla"
-    folder = make_mla_folder(tmp_path) if own else folder
+    own = "support.own_specs:mla" if name == "a user's MLA" else ""
+    if own:
+        folder = make_mla_folder(tmp_path)
+    elif name != "muse_glimmer":
+        folder = gemma4.make_folder(tmp_path, gemma4.drawn(int(name[-1])))
     model, spec = loaded(folder, own)
     random = np.random.default_rng(0)
     prompt = random.integers(3, 60, 40).tolist()
@@ -58,7 +62,7 @@ def test_log_probs_gradients_and_export_are_transformers(
     samples = [Sample(text, [0] + [1] * (len(text) - 1), {}, 40 if i < 2 else 0) for i, text in enumerate(texts)]
     batches = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=2, pad_id=0, share=True)
     scored = unpack(batches, [[model.score(rows) for rows in batch.microbatches] for batch in batches], samples)
-    theirs = transformers_model(folder, vision=not own)
+    theirs = transformers_model(folder, vision=name == "muse_glimmer")
     for text, ours in zip(texts, scored, strict=True):
         ids = torch.tensor([text])
         expected = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -68,7 +72,7 @@ def test_log_probs_gradients_and_export_are_transformers(
     for rows in batch.microbatches:
         placed = model.placed(rows)
         (model.logprobs(placed, temperature=1.0)[0] * placed.mask).sum().backward()
-    ours = adapter(spec, None).to_hf({name: p.grad for name, p in model.model.named_parameters()})
+    ours = adapter(spec, None).to_hf({name: p.grad for name, p in model.model.named_parameters() if p.requires_grad})
     wanted = {name: p.grad for name, p in theirs.named_parameters() if name in ours}
     assert ours.keys() == wanted.keys()
     for key, gradient in wanted.items():
