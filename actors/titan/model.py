@@ -368,7 +368,8 @@ class TitanModel:
         self.reshard()
         total = 0
         for _, parameter in self.tensors:
-            total = (total * 31 + int(torch.hash_tensor(local(parameter)).item())) % 2**63
+            shard = local(parameter)  # empty if a small parameter has fewer rows than there are ranks
+            total = (total * 31 + (int(torch.hash_tensor(shard).item()) if shard.numel() else 0)) % 2**63
         return total
 
     def read(self, folder: str | Path, *, head: bool = True) -> None:
