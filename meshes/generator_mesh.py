@@ -41,6 +41,7 @@ class GeneratorMesh(Fleet):
 
     def __init__(self, replicas: Iterable[Replica], policy: GeneratorPolicy, *, make: Make | None = None) -> None:
         super().__init__({replica.index: replica for replica in replicas}, Router(), policy, make)
+        self._layouts: list[LiveLayout] = []
 
     @classmethod
     async def spawn(
@@ -84,9 +85,12 @@ class GeneratorMesh(Fleet):
         return info
 
     async def layouts(self) -> list[LiveLayout]:
-        """Return the parameters of each tensor-parallel rank, and what fills them. All replicas have the same."""
-        replica, seconds = next(iter(self.replicas.values())), self._policy.init_seconds
-        return await ask_all(replica.calls("layout"), verb="layout", seconds=replica.patience(seconds))
+        """Return the parameters of each tensor-parallel rank, and what fills them. All replicas have the same, and
+        later ones too: no replica may live when this is asked again."""
+        if not self._layouts:
+            replica, seconds = next(iter(self.replicas.values())), self._policy.init_seconds
+            self._layouts = await ask_all(replica.calls("layout"), verb="layout", seconds=replica.patience(seconds))
+        return self._layouts
 
     async def places(self) -> list[str]:
         """Return where each rank is: ranks of equal places can map each other's memory."""

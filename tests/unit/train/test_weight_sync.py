@@ -78,6 +78,12 @@ async def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(
     assert [incident.outcome for incident in mesh._policy.incidents.all] == ["given up"]
 
 
+async def test_new_trainers_connect_while_no_replica_lives(tmp_path: Path) -> None:
+    mesh, weights, _ = await running(FakeTrainers(), tmp_path)
+    mesh.replicas.clear()
+    assert (await weights.connect(c.Config(), TINY)).readers == 1
+
+
 def test_the_frozen_weights_come_before_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first policy's sync moves them, and another policy may be ready earlier."""
     order = list[str]()
