@@ -58,7 +58,7 @@ class Gemma4Adapter(Adapter):
         self.from_hf_map["model.layers.{}.layer_scalar"] = "layers.{}.layer_scalar"
 
 
-class Block(family_parts.Block):
+class ScaledBlock(family_parts.Block):
     """A block whose output is multiplied by a number of its own, which is not trained."""
 
     @dataclass(kw_only=True, slots=True)
@@ -94,8 +94,8 @@ class KeyLinear(QKVLinear):
         return q, k, k
 
 
-class Attention(family_parts.Attention):
-    """Attention without a scale of scores, and with normed values."""
+class NormedValueAttention(family_parts.Attention):
+    """NormedValueAttention without a scale of scores, and with normed values."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(family_parts.Attention.Config):
@@ -172,7 +172,7 @@ def kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     return [*given[:-1], FULL]
 
 
-def block(config: Mapping[str, Any], layer: int, kind: str) -> Block.Config:
+def block(config: Mapping[str, Any], layer: int, kind: str) -> ScaledBlock.Config:
     dim, eps, full = config["hidden_size"], config["rms_norm_eps"], kind == FULL
     own = (config.get("per_layer_config") or {}).get(str(layer), {})
     if full and "per_layer_config" not in config:
@@ -192,14 +192,15 @@ def block(config: Mapping[str, Any], layer: int, kind: str) -> Block.Config:
         rope=rope((config.get("rope_parameters") or ROPES)[kind], head_dim, config["max_position_embeddings"]),
         qk_norm=norm(head_dim, eps),
     )
-    attention = Attention.Config(**values(usual), scale=1.0, value_eps=eps)
+    attention = NormedValueAttention.Config(**values(usual), scale=1.0, value_eps=eps)
     if full and config.get("attention_k_eq_v"):
         attention.qkv_linear = KeyLinear.Config(**values(attention.qkv_linear))
     ffn = make_ffn_config(dim=dim, hidden_dim=config["intermediate_size"], w1_param_init=INIT, w2w3_param_init=INIT)
-    return Block.Config(
+    norms: dict[str, Any] = {place: norm(dim, eps) for place in Gemma4Adapter.norms.values()}
+    return ScaledBlock.Config(
         attention=attention,
         feed_forward=family_parts.GeluFeedForward.Config(w1=ffn.w1, w2=ffn.w2, w3=ffn.w3),
-        **{place: norm(dim, eps) for place in Gemma4Adapter.norms.values()},
+        **norms,
         param_init={"layer_scalar": nn.init.ones_},
         sharding_config=ShardingConfig(state_shardings={"layer_scalar": dense_param_placement(tp=spmd.R)}),
     )
