@@ -95,7 +95,7 @@ class KeyLinear(QKVLinear):
 
 
 class NormedValueAttention(family_parts.Attention):
-    """NormedValueAttention without a scale of scores, and with normed values."""
+    """Attention without a scale of scores, and with normed values."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(family_parts.Attention.Config):
