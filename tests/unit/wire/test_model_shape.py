@@ -206,7 +206,7 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, 'gemma3_text, glm4_moe, muse_glimmer or gemma4_text, found "gpt2"'),
+        ({"model_type": "gpt2"}, 'gemma3_text, gpt_oss, glm4_moe, muse_glimmer or gemma4_text, found "gpt2"'),
         ({"model_type": "mixtral"}, 'found "mixtral", a mixture of experts of another kind'),
         ({"model_type": "gemma2"}, 'found "gemma2", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
