@@ -83,8 +83,8 @@ class Absent(ModuleType):
 
 @contextmanager
 def without_torchvision() -> Iterator[None]:
-    """Let modules be imported that name torchvision, where it is not installed: those of models with vision, of which
-    only the text part is used."""
+    """Let modules be imported that name torchvision, where it is not installed: models with vision name it,
+    and only their text part is used."""
     if find_spec("torchvision") is not None:
         yield
         return

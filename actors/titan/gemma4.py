@@ -32,7 +32,7 @@ from titan_rl.wire.model_families import four_norms
 
 FULL_EVERY, FULL_HEAD_DIM = 6, 512  # transformers' defaults of layer_types and global_head_dim
 INIT: dict[str, Any] = {"weight": partial(nn.init.normal_, std=0.02)}
-ROPES: dict[str, dict[str, Any]] = {  # of transformers
+ROPES: dict[str, dict[str, Any]] = {  # transformers' defaults
     WINDOW: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
@@ -59,7 +59,7 @@ class Gemma4Adapter(Adapter):
 
 
 class ScaledBlock(family_parts.Block):
-    """A block whose output is multiplied by a number of its own, which is not trained."""
+    """A block whose output is multiplied by a number, which is not trained."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(family_parts.Block.Config):

@@ -75,7 +75,7 @@ class EngineSettings(GeneratorSection):
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
-    shape: ModelShape | None = None  # of the model that a weight sync fills; None: no sync
+    shape: ModelShape | None = None  # shape of the model, to learn which weights fill what; None: nothing is synced
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +496,7 @@ def context_scores(scores: "FlatLogprobs") -> list[ContextScore]:
 
 
 def with_memory(params: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Leave out parameters that are views of others, as those that latent attention makes after loading."""
+    """Leave out parameters that are views of others, which latent attention makes after loading."""
     largest = dict[int, Any]()
     for p in params.values():
         held = largest.get(at := p.untyped_storage().data_ptr())

@@ -25,7 +25,7 @@ from titan_rl.wire.weight_plan import Piece
 aten = torch.ops.aten
 DUPLICATES = {aten.clone.default, aten._to_copy.default}  # a copy of a folder's elements is as good as they are
 FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
-MOST_PIECES = 1 << 12  # of one copy; more means that the loader scatters single elements
+MOST_PIECES = 1 << 12  # a copy in more pieces scatters single elements
 
 
 def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
@@ -254,8 +254,8 @@ def _split(axis: tuple[int, int, int], side: int, length: int) -> Iterator[tuple
 
 
 def _problems(boxes: list[Box], size: tuple[int, ...]) -> Iterator[str]:
-    """Yield what is wrong with the rectangles of a parameter. A constant may fill the rows below all others, which pad
-    a vocabulary and are never read."""
+    """Yield the faults of a parameter's rectangles. A constant may fill the rows below all others: they pad a
+    vocabulary, and are never read."""
     open_ = list[Box]()  # boxes that reach the current row
     for box in sorted(boxes, key=lambda box: box.row0):
         open_ = [other for other in open_ if other.row0 + other.rows > box.row0]

@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def updated(
     _: Path, shared: str, case: Case, kinds: Sequence[str], first: int, last: int
 ) -> dict[str, list[tuple[str, list[float], str]]]:
-    """Update from step `first`, 0 or that of a checkpoint, to `last`, and save it. Return after each step the digest of
+    """Update from step `first` (0, or a checkpoint's step) to `last`, and save it. Return after each step the digest of
     all parameters, some of their values, and the moments' dtype. Kinds: values of optimizer.moments, or "rounded",
     float32 moments that are rounded to bfloat16 after each step."""
     return {kind: _updated(Path(shared, kind), case, kind, first, last) for kind in kinds}

@@ -39,6 +39,7 @@ from titan_rl.record.terminal import Terminal
 from titan_rl.train.rank_places import RankPlaces, joined_places, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
+from titan_rl.wire.model_shape import SpecShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.sessions import Driver
 from titan_rl.wire.spans import Recorded
@@ -288,9 +289,10 @@ async def _generators(
             policy=generator_policy(config, incidents),
         )
         ranks = await mesh.start()
-        filled = [] if loaded else [layout.with_adapters(setup.shape, lora) for layout in await mesh.layouts()]
-        for rank, layout in zip(ranks, cycle(filled)):
-            verify_complete(rank.shapes, layout.shapes, quantization)
+        if not (loaded and isinstance(setup.shape, SpecShape)):  # whose folder may have more, such as a vision tower
+            filled = [layout.with_adapters(setup.shape, lora) for layout in await mesh.layouts()]
+            for rank, layout in zip(ranks, cycle(filled)):
+                verify_complete(rank.shapes, layout.shapes, quantization)
         if loaded:
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)

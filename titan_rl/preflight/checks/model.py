@@ -53,7 +53,7 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def check_spec(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Refuse what is computed for models of our blocks only."""
+    """Refuse features that only models of our blocks have."""
     if not isinstance(shape, SpecShape):
         return
     wrong = partial(problem, config)
