@@ -1,6 +1,6 @@
 """Parts of decoders that TorchTitan's Qwen3 lacks: what the families of model_families.py differ by."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import spmd_types as spmd
@@ -21,6 +21,11 @@ from torchtitan.protocols.module import Module
 
 from titan_rl.actors.titan import experts
 from titan_rl.actors.titan.rope import ScaledRoPE
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a config, to build one of a subclass."""
+    return {key.name: getattr(config, key.name) for key in fields(config) if key.init}
 
 
 class Model(Qwen3Model):

@@ -4,7 +4,7 @@ Layers of two kinds take turns: a sliding window, or full attention with other h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models import qwen3
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, QKVLinear, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -26,7 +25,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.actors.titan import family_parts
 from titan_rl.actors.titan.rope import ScaledRoPE
-from titan_rl.actors.titan.spec import Adapter
+from titan_rl.actors.titan.spec import Adapter, spec_of_blocks
 from titan_rl.wire.hf_config import FULL, WINDOW, refused
 from titan_rl.wire.model_families import four_norms
 
@@ -155,15 +154,7 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
         lm_head=SoftCappedLinear.Config(**sizes, output_soft_cap_temp=cap) if cap else Linear.Config(**sizes),
         layers=[block(config, layer, kind) for layer, kind in enumerate(kinds(config, layers))],
     )
-    return ModelSpec(
-        name="gemma4",
-        flavor="titan_rl",
-        model=model,
-        parallelize_fn=qwen3.parallelize_qwen3,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Gemma4Adapter,
-    )
+    return spec_of_blocks("gemma4", model, Gemma4Adapter)
 
 
 def kinds(config: Mapping[str, Any], layers: int) -> list[str]:
@@ -192,9 +183,9 @@ def block(config: Mapping[str, Any], layer: int, kind: str) -> ScaledBlock.Confi
         rope=rope((config.get("rope_parameters") or ROPES)[kind], head_dim, config["max_position_embeddings"]),
         qk_norm=norm(head_dim, eps),
     )
-    attention = NormedValueAttention.Config(**values(usual), scale=1.0, value_eps=eps)
+    attention = NormedValueAttention.Config(**family_parts.values_of(usual), scale=1.0, value_eps=eps)
     if full and config.get("attention_k_eq_v"):
-        attention.qkv_linear = KeyLinear.Config(**values(attention.qkv_linear))
+        attention.qkv_linear = KeyLinear.Config(**family_parts.values_of(attention.qkv_linear))
     ffn = make_ffn_config(dim=dim, hidden_dim=config["intermediate_size"], w1_param_init=INIT, w2w3_param_init=INIT)
     norms: dict[str, Any] = {place: norm(dim, eps) for place in Gemma4Adapter.norms.values()}
     return ScaledBlock.Config(
@@ -217,8 +208,3 @@ def rope(given: Mapping[str, Any], head_dim: int, length: int) -> ScaledRoPE.Con
 
 def norm(size: int, eps: float) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
-
-
-def values(config: Any) -> dict[str, Any]:
-    """Return the fields of a config, for one of a subclass."""
-    return {key.name: getattr(config, key.name) for key in fields(config) if key.init}

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torchtitan.models import qwen3
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import QKVLinear, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config
@@ -27,6 +26,7 @@ from torchtitan.models.muse_glimmer.state_dict_adapter import MuseGlimmerStateDi
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.actors.titan.rope import ScaledRoPE
+from titan_rl.actors.titan.spec import spec_of_blocks
 from titan_rl.wire.hf_config import FULL, WINDOW, refused
 
 FULL_EVERY = 4  # layers, counted backward from the last, whose defaults are no window and no rotary embeddings
@@ -72,15 +72,7 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
         ),
         layers=[block(text, layer, last=layers[-1], eps=eps) for layer in layers],
     )
-    return ModelSpec(
-        name="muse_glimmer",
-        flavor="titan_rl",
-        model=model,
-        parallelize_fn=qwen3.parallelize_qwen3,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=MuseGlimmerAdapter,
-    )
+    return spec_of_blocks("muse_glimmer", model, MuseGlimmerAdapter)
 
 
 def block(text: Mapping[str, Any], layer: int, *, last: int, eps: float) -> MuseGlimmerTransformerBlock.Config:

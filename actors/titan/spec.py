@@ -7,7 +7,7 @@ what the weight plan, checkpoints and exports have.
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -144,14 +144,20 @@ def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=init.head),
         layers=[_layer(shape, init, layer, seq_len) for layer in range(shape.n_layers)],
     )
+    own_adapter = type("FamilyAdapter", (Adapter,), {"norms": parts.norms, "gpt_oss": parts.sinks})
+    return spec_of_blocks("qwen3", model, own_adapter)
+
+
+def spec_of_blocks(name: str, model: Any, adapter: Any) -> ModelSpec:
+    """Return the spec of a model whose blocks TorchTitan's function for Qwen3 can cut over a mesh."""
     return ModelSpec(
-        name="qwen3",  # whose parts these are
+        name=name,
         flavor="titan_rl",
         model=model,
         parallelize_fn=qwen3.parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=type("FamilyAdapter", (Adapter,), {"norms": parts.norms, "gpt_oss": parts.sinks}),
+        state_dict_adapter=adapter,
     )
 
 
@@ -187,7 +193,7 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
     )
     qkv: Any = attention.qkv_linear
     qkv.wq.bias = qkv.wkv.bias = shape.qkv_bias
-    keys: dict[str, Any] = {key.name: getattr(attention, key.name) for key in fields(attention) if key.init}
+    keys = family_parts.values_of(attention)
     if parts.sinks:
         wo = attention.wo
         sizes: dict[str, Any] = {"in_features": wo.in_features, "out_features": wo.out_features, "bias": True}
