@@ -465,7 +465,7 @@ class Run:
                 self._cursor.ledger.logged(written[0], *written[1:])
 
     def _saved_state(self) -> str:
-        return json.dumps({**self._cursor.state(), OWN: self.state})
+        return json.dumps({**self._cursor.state(), **self._verbs.state, OWN: self.state})
 
     async def _driven(self, work: "Coroutine[Any, Any, T]") -> T:
         """Await calls to the meshes, or raise the loss of a rank. The error's notes have its details."""

@@ -119,7 +119,8 @@ class Controller:
         prompts = [group.prompt.id for group in groups]
         hopeless = self.health.after(n, stats, groups, samples, sync.engines, prompts=prompts)
         unmeasured = {} if served else {UNMEASURED: self.held_out.due(n)}
-        return StepDone(stream.cut() | unmeasured, partial(self.record_save, stream), hopeless)
+        state = stream.cut() | self.verbs.state | unmeasured
+        return StepDone(state, partial(self.record_save, stream), hopeless)
 
     async def gather(self, stream: RolloutStream, n: int) -> tuple[list[Group], list[Sample]]:
         """Return the step's groups in the order of their prompts, and their samples. Of a streamed step the trainers

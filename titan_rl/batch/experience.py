@@ -9,12 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from types import MappingProxyType
 
 import numpy as np
 
 from titan_rl.batch.advantages import discounted, gae, kl_penalty, per_reward, token_baselines, whiten
+from titan_rl.batch.role_means import RoleMeans
 from titan_rl.config.methods import advantage_of, function_of
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.errors import RunError
@@ -47,7 +49,7 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     whose log-prob is not finite: they would spread to the group through a KL in the reward, and to the whole step
     through whitening."""
     owned = [
-        (branch, rollout, group.prompt.id * len(group.rollouts) + k)
+        (branch, rollout, group.sequence(k))
         for group, trained in zip(groups, _trained(groups, algorithm), strict=True)
         for k, rollout in trained
         for branch in rollout.branches
@@ -87,10 +89,12 @@ def with_advantages(
     algorithm: AlgorithmSection,
     weights: Weights = NO_WEIGHTS,
     estimate: Estimate | None = None,
+    role_means: RoleMeans | None = None,
 ) -> tuple[list[Group], list[Sample]]:
     """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups.
     `weights`: of the rewards that "per_reward" normalizes one by one. `estimate` takes the place of
-    algorithm.advantage."""
+    algorithm.advantage. `role_means`: of earlier steps."""
+    role_means = role_means or RoleMeans(algorithm.role_decay)
     _refuse_opponents(groups)
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
@@ -104,6 +108,9 @@ def with_advantages(
         judged = JudgedGroup(group, rollouts, algorithm, weights)
         if estimate is not None:
             found = {"advantage": _estimated(group, rollouts, estimate)}
+        elif entry.level == "player":
+            baseline = partial(function_of(entry), role_means, group.seat)
+            found = {"advantage": _of_rollouts(rollouts, algorithm, baseline)}
         elif entry.level == "reward":
             found = {"advantage": _of_baseline(judged, function_of(entry))}
         else:
@@ -187,8 +194,8 @@ def _refuse_opponents(groups: Sequence[Group]) -> None:
             where = group.prompt.where or f"prompt {group.prompt.id}"
             raise RunError(
                 f"{where}: expected rollouts of one player, found {len(valid)} whose branches win what others lose",
-                "Several players in one rollout are not supported: their rewards add up to 0, and nothing is learned. "
-                "Let the policy play one of them, and reward its turns only.",
+                "Their rewards add up to 0, and nothing is learned. List the players in environment.seats, and return "
+                "a reward for each.",
             )
 
 
@@ -227,6 +234,12 @@ class JudgedGroup:
     valid: ValidRollouts
     algorithm: AlgorithmSection
     weights: Weights
+
+
+def over_role_mean(
+    means: RoleMeans, seat: str, rewards: Sequence[float], lengths: Sequence[int], a: AlgorithmSection
+) -> list[float]:
+    return means.advantages(seat, rewards)
 
 
 def of_each_reward(judged: JudgedGroup) -> dict[str, Arrays]:

@@ -194,6 +194,8 @@ class AlgorithmSection:
     normalize: Literal["none", "group", "mean", "batch"] = "group"
     """Scale of the advantages: unchanged, divided by the group's standard deviation or its mean, or whitened over the
     step's tokens."""
+    role_decay: float = bounds(0.95, ge=0, le=1)
+    """Weight of the mean so far when a reward is added to it, with advantage = "role_mean"."""
     pass_k: int = bounds(0, ge=0, le=2**12)
     """k of advantage = "pass_at_k". 0: the whole group."""
     credit: Literal["outcome", "turn"] = "outcome"

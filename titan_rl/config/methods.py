@@ -32,6 +32,7 @@ class Advantage:
     """An estimator of advantages. What `function` is called with depends on `level`:
 
     reward      a group's rewards, their lengths in tokens, and [algorithm]: it returns a number for each reward
+    player      the running means of all players' rewards, the group's player, and the same as "reward"
     group       a group with its samples (batch/experience.py): it returns an array for each sample
     """
 
@@ -39,7 +40,7 @@ class Advantage:
     summary: str  # for --help
     formula: str
     used_by: str
-    level: Literal["reward", "group"] = "reward"
+    level: Literal["reward", "player", "group"] = "reward"
     compares: bool = True  # the samples of a group, so that equal rewards teach nothing
     needs: Literal["", "value", "teacher", "score_norm"] = ""  # the column that another model or pass computes
     scales: tuple[str, ...] = ("none", "batch")  # values of algorithm.normalize
@@ -124,6 +125,15 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="r - sum_j l_j r_j / sum_j l_j, l the number of sampled tokens",
             used_by="OPO",
             rules=(Rule("credit", ("outcome",), "weighs rollouts"),),
+        ),
+        "role_mean": _advantage(
+            "experience:over_role_mean",
+            level="player",
+            summary="its player's running mean",
+            formula="r - m, then m = role_decay m + (1 - role_decay) r",
+            used_by="RAE (SPIRAL, prime-rl), self-play",
+            compares=False,
+            rules=(Rule("credit", ("outcome",), "is a mean over whole rollouts"),),
         ),
         "return": _advantage(
             "experience:returns",

@@ -158,11 +158,17 @@ class EnvironmentSection:
     """Number of processes that run environments. One that dies or hangs is replaced."""
     concurrency: int = bounds(64, ge=1, le=2**16)
     """Maximum number of rollouts that one process runs at the same time. More of them wait."""
+    seats: list[str] = field(default_factory=list)
+    """Players of an episode, such as ["white", "black"]: each has its own conversation and reward
+    (docs/environments.md). An agent's requests name one as their model. Empty: one player."""
+    frozen_seats: list[str] = field(default_factory=list)
+    """Those of the seats whose tokens are never trained on."""
     max_turns: int = bounds(8, ge=1, le=10**6)
-    """Maximum turns of a rollout. One that reaches it ends with the reward that it has earned so far."""
+    """Maximum turns of a rollout, or of each of its players. One that reaches it ends with the reward that it has
+    earned so far."""
     max_tokens: int = bounds(0, ge=0, le=2**20)
-    """Maximum tokens of a rollout after its prompt, sampled and read. 0: what training.seq_len and
-    generator.max_model_len leave."""
+    """Maximum tokens of a rollout after its prompt, or of each of its players, sampled and read. 0: what
+    training.seq_len and generator.max_model_len leave."""
     turn_seconds: float = bounds(60.0, gt=0, le=MOST_SECONDS)
     """Deadline of one call into the environment. A rollout that misses it has no reward, and its process is replaced if
     its code still runs."""

@@ -158,9 +158,9 @@ class Player:
                 span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn)
             return completion
 
-        def answered(turn: int, read: tuple[int, int], completion: Completion) -> None:
+        def answered(turn: int, seat: str, read: tuple[int, int], completion: Completion) -> None:
             if self._ledger is not None and not play.greedy:
-                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion)
+                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat)
 
         begins = None if "branch" in self._warned else self._warn_of_branch
         return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)
@@ -172,6 +172,8 @@ class Player:
 
     def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int) -> Rollout:
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
+        if any(branch.seat for branch in branches) and not outcome.seats and outcome.status not in FAILED:
+            outcome = Outcome("error", error="expected a reward of each player, found none")
         if outcome.status in FAILED and outcome.status not in self._warned:
             self._warned.add(outcome.status)
             self._warn(f"{name} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
@@ -187,6 +189,7 @@ class Player:
             error=outcome.error,
             attempts=attempts,
             feedback=outcome.feedback,
+            seats={} if failed else outcome.seats,
         )
 
 
@@ -195,6 +198,7 @@ def checked(outcome: Outcome) -> Outcome:
     is not finite."""
     numbers = {"reward": outcome.reward or 0.0, **outcome.rewards, **outcome.metrics}
     numbers |= {f"turn_rewards[{k}]": reward for k, reward in enumerate(outcome.turn_rewards)}
+    numbers |= {f"seats[{seat}]": reward or 0.0 for seat, reward in outcome.seats.items()}
     for name, number in numbers.items():
         if not math.isfinite(number):
             raise ValueError(f"expected a finite {name}, found {number}")

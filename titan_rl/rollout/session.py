@@ -2,6 +2,7 @@
 
     sample(tokens):  tokens that extend a branch, from its end             the branch continues
                      any others: an edit, a retry, a fork, a summary       another branch begins
+                     any of another player                                 that player's branch continues, or begins
 
 Tokens that a new branch shares with an earlier one are context of its first turn. So every sampled token is under the
 mask of exactly one branch, and each context that an engine read, with its completion, is the beginning of a branch.
@@ -37,12 +38,14 @@ class SessionLimits:
 SampleTurn = Callable[[int, list[int], int], Awaitable[Completion]]
 """Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, and the most
 new tokens."""
-Answered = Callable[[int, tuple[int, int], Completion], None]
-"""Called with the number of each answered turn, the length and checksum of its context, and its completion."""
+Answered = Callable[[int, str, tuple[int, int], Completion], None]
+"""Called with the number of each answered turn, its player, the length and checksum of its context, and its
+completion."""
 
 
 @dataclass(slots=True, eq=False)
 class GrowingBranch:
+    seat: str = ""
     tokens: list[int] = field(default_factory=list)  # read and sampled
     turns: list[Turn] = field(default_factory=list)
     checksum: int = 0  # CRC of the tokens, if turns are recorded
@@ -72,11 +75,11 @@ class RolloutSession:
         self._sampled = 0  # tokens
         self._over = False
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
         if self._over:
             raise SessionOver(f"{self.id} has ended")
         index, context, max_tokens = self._turns, list(tokens), self._room(len(tokens), max_new_tokens)
-        branch = self._branch(index, context)
+        branch = self._branch(index, seat, context)
         read = context[len(branch.tokens) :]
         self._turns += 1
         branch.sampling = True
@@ -90,11 +93,11 @@ class RolloutSession:
             self._growing.append(branch)
         if self._answered is not None:
             branch.checksum = read_checksum(read, branch.checksum)
-            self._answered(index, (len(context), branch.checksum), completion)
+            self._answered(index, seat, (len(context), branch.checksum), completion)
             branch.checksum = read_checksum(completion.tokens, branch.checksum)
         branch.tokens += read
         branch.tokens += completion.tokens
-        branch.turns.append(Turn(read, completion, index=index))
+        branch.turns.append(Turn(read, completion, index=index, seat=seat))
         self._sampled += len(completion.tokens)
         return completion
 
@@ -126,18 +129,20 @@ class RolloutSession:
         room = min(limits.context - context, limits.tokens - self._sampled)
         return room if max_new_tokens is None else max(1, min(room, max_new_tokens))
 
-    def _branch(self, index: int, context: list[int]) -> GrowingBranch:
-        """Return the branch that continues: the longest that the context extends. Else return a new one."""
-        continued = [branch for branch in self._growing if branch.continued_by(context)]
+    def _branch(self, index: int, seat: str, context: list[int]) -> GrowingBranch:
+        """Return the branch that continues: the longest of the player's that the context extends. Else return a new
+        one."""
+        own = [branch for branch in self._growing if branch.seat == seat]
+        continued = [branch for branch in own if branch.continued_by(context)]
         if continued:
             return max(continued, key=lambda branch: len(branch.tokens))
-        if self._growing and self._begins is not None:
-            shared = max(_shared(branch.tokens, context) for branch in self._growing)
+        if own and self._begins is not None:
+            shared = max(_shared(branch.tokens, context) for branch in own)
             self._begins(
                 f"{self.id}: a branch begins with turn {index}, because only {shared} of its "
                 f"{len(context)} tokens of context continue an earlier turn"
             )
-        return GrowingBranch()
+        return GrowingBranch(seat)
 
 
 def _shared(a: list[int], b: list[int]) -> int:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from titan_rl.batch.experience import teaches
+from titan_rl.batch.seats import seat_groups
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import GroupSampler, Judge, StreamSettings, Unjudged
 from titan_rl.tasks.prompts import PromptSource
@@ -263,7 +264,9 @@ class RolloutStream:
         if (keeps := self._settings.keeps) is not None and not keeps(group):
             return REFUSED
         wanted = self._algorithm.dynamic_sampling and refills > 0
-        return FLAT if wanted and not teaches(group, self._algorithm, self._settings.weights) else ""
+        if not wanted or any(teaches(each, self._algorithm, self._settings.weights) for each in seat_groups([group])):
+            return ""
+        return FLAT
 
     async def aclose(self) -> None:
         self._left = self._allowed = 0  # a weight sync in progress admits nothing more

@@ -13,6 +13,8 @@ from typing import Any
 from titan_rl.batch.experience import Estimate, samples_of, with_advantages
 from titan_rl.batch.own_advantages import estimate_of
 from titan_rl.batch.own_filter import filter_of
+from titan_rl.batch.role_means import RoleMeans
+from titan_rl.batch.seats import seat_groups, with_seats
 from titan_rl.preflight.checks.parts import runs_code
 from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
@@ -31,6 +33,7 @@ from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, Judge, PhaseName, Sample
 from titan_rl.wire.user_functions import load
 
+ROLE_MEANS = "role_means"  # in a saved state
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
 
 
@@ -51,6 +54,7 @@ class Verbs:
             filter_of(load(own, "task.filter"), f'task.filter = "{own}"') if (own := run.config.task.filter) else None
         )
         self.engines_proven = False  # their log-probs equal the trainers'
+        self.role_means = RoleMeans(run.config.algorithm.role_decay)
 
     async def begin(self, phase: PhaseName, start: int, state: Mapping[str, Any]) -> PromptSource:
         """Give every mesh its weights, and return the phase's prompts."""
@@ -62,10 +66,16 @@ class Verbs:
         )
         if start:
             prompts.load_state_dict(dict(state))
+            self.role_means.state = state.get(ROLE_MEANS, {})
         version = start if rl else BEFORE_RL
         await self.sync(version)
         await self.prove_engines(version)
         return prompts
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The part of a saved state that `begin` continues with, besides the stream's cut."""
+        return {ROLE_MEANS: means} if (means := self.role_means.state) else {}
 
     async def prove_engines(self, version: int) -> None:
         """Raise unless the engines give the trainers' log-probs, after the first sync of this attempt."""
@@ -88,10 +98,11 @@ class Verbs:
     ) -> tuple[list[Group], list[Sample]]:
         """Return the groups, and their samples with the columns of every role and with advantages: the algorithm's, or
         a user's `estimate`."""
-        samples = samples_of(groups, self.config.algorithm)
-        samples = await self.learner.judge(samples, groups)
+        algorithm, trained = self.config.algorithm, seat_groups(groups)
+        samples = await self.learner.judge(samples_of(trained, algorithm), trained)
         weights = training_rubric(self.config.task).weights
-        return with_advantages(groups, samples, self.config.algorithm, weights, estimate or self._estimate)
+        found = with_advantages(trained, samples, algorithm, weights, estimate or self._estimate, self.role_means)
+        return with_seats(groups, *found), found[1]
 
     async def sync(self, version: int) -> None:
         """Make the generators serve what the trainers hold, if there are generators."""

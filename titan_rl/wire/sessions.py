@@ -4,8 +4,9 @@ A driver writes each turn's whole context as token ids, and receives the sampled
 
     driver.drive(session):  completion = await session.sample(tokens) -> ... -> Outcome
 
-A context that extends the tokens of an earlier turn continues that turn's branch; any other context begins a branch.
-So a rollout is a tree, and nothing that was sampled is ever tokenized again. A single answer is the one-turn case.
+A context that extends the tokens of an earlier turn of the same player continues that turn's branch; any other context
+begins a branch. So a rollout is a tree, and nothing that was sampled is ever tokenized again. A single answer is the
+one-turn case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to log, such as tool calls and seconds
     error: str = ""  # set if the status is one of FAILED
     feedback: str = ""  # the last text that the environment returned as its feedback
+    seats: Mapping[str, float | None] = field(default_factory=dict)
+    """The reward of each player of an episode of several; None: it is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,10 @@ class Session(Protocol):
     @property
     def seed(self) -> int: ...  # the rollout's own, for the environment's randomness
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit. Raise
-        LimitReached if this turn is one too many, and SessionOver once the rollout has ended."""
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
+        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit; `seat` is
+        the player whose turn it is. Raise LimitReached if this turn is one too many, and SessionOver once the rollout
+        has ended."""
         ...
 
 

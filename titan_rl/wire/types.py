@@ -165,6 +165,7 @@ class Turn:
     completion: Completion
     reward: float = 0.0
     index: int = 0  # among the rollout's turns, in the order of requests
+    seat: str = ""  # the player whose turn it is, in an episode of several (environment.seats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,11 @@ class Branch:
     token is under the mask of one branch only."""
 
     turns: list[Turn]
+
+    @property
+    def seat(self) -> str:
+        """The player, whose turns these are."""
+        return self.turns[0].seat if self.turns else ""
 
     @property
     def tokens(self) -> list[int]:
@@ -216,6 +222,9 @@ class Rollout:
     parts: Mapping[str, float] = field(default_factory=dict)  # numbers in the judge's verdict
     unrewarded: str = ""  # the judge's reason for no reward
     feedback: str = ""  # text of the judge or the environment, for a teacher to read
+    seats: Mapping[str, float | None] = field(default_factory=dict)
+    """The reward of each player of an episode of several; None: its tokens are not trained on. `reward` is the mean."""
+    trained: Mapping[str, str] = field(default_factory=dict)  # digest of each player's tokens that were trained on
 
     @property
     def signal(self) -> float:
@@ -274,6 +283,8 @@ class Group:
     prompt: Prompt
     rollouts: list[Rollout]
     baseline: float | None = field(default=None, kw_only=True)  # the signal of a greedy rollout that is not among them
+    seat: str = field(default="", kw_only=True)  # the player whose turns and rewards these are (batch/seats.py)
+    number: int = field(default=-1, kw_only=True)  # unique in a step; -1: the prompt's id
 
     def with_rewards(self, rewards: Sequence[float]) -> "Group":
         """Return the group with a reward for each of its rollouts; NaN: none, and nothing is learned from it."""
@@ -281,6 +292,10 @@ class Group:
             raise ValueError(f"expected {len(self.rollouts)} rewards, one for each rollout, found {len(rewards)}")
         rewarded = [replace(r, reward=float(reward)) for r, reward in zip(self.rollouts, rewards, strict=True)]
         return replace(self, rollouts=rewarded)
+
+    def sequence(self, k: int) -> int:
+        """Return the number of its k-th rollout among all that are trained on."""
+        return (self.prompt.id if self.number < 0 else self.number) * len(self.rollouts) + k
 
     def __str__(self) -> str:
         lines = [f"prompt {self.prompt.id}: {shortened(self.prompt.text)}"]
@@ -303,8 +318,8 @@ class Group:
 
     @property
     def flat(self) -> bool:
-        """True if all signals are equal."""
-        return len({r.signal for r in self.rollouts if r.valid}) == 1
+        """True if all signals are equal, each player's by itself."""
+        return len({(r.signal, *r.seats.values()) for r in self.rollouts if r.valid}) == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def tracks(config: Config) -> bool:
 
 
 def plays(config: Config) -> bool:
-    return bool(config.rollout_code) or config.task.name in GAMES
+    return bool(config.rollout_code or config.environment.seats) or config.task.name in GAMES
 
 
 def shares_rows(config: Config) -> bool:
