@@ -114,7 +114,7 @@ async def endpoint_client(*rollouts: AgentRollout) -> AsyncIterator[list[Client]
     """Yield a client of each rollout, on one server."""
     endpoint = OpenAIEndpoint()
     await endpoint.listen()
-    opened = [endpoint.opened(str(i), rollout.session) for i, rollout in enumerate(rollouts)]
+    opened = [endpoint.opened(str(i), {"": rollout.session}) for i, rollout in enumerate(rollouts)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         try:
             yield [Client(http, *each.__enter__()) for each in opened]

@@ -41,7 +41,7 @@ class Scripted:
     def seed(self) -> int:
         return self.prompt.id
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
         self.order.append((self.prompt.id, len(self.asked)))
         self.asked.append(list(tokens))
         await asyncio.sleep(self.seconds)

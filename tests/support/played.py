@@ -10,8 +10,9 @@ from typing import Any
 
 from titan_rl.ext.agents.conversation import ChatText, PlainText
 from titan_rl.ext.agents.episode_loop import EpisodeLoop, LoopSettings
-from titan_rl.ext.agents.episode_news import Answer, Ask, Begin, Ended, News
+from titan_rl.ext.agents.episode_news import Answer, Ask, Begin, Contexts, Ended, News
 from titan_rl.ext.agents.episodes import Limits
+from titan_rl.ext.agents.players import Seats
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, VOCABULARY, TextTokenizer
@@ -22,6 +23,7 @@ BOS, EOS = VOCABULARY["<s>"], VOCABULARY["</s>"]
 CLOSE_SECONDS = 10.0
 """For an environment's loop to end. Code that blocks it for longer is left behind."""
 PATIENCE = 30.0
+ONE_PLAYER = Seats()
 LIMITS = Limits(max_turns=8, max_tokens=0, turn_seconds=20.0, rollout_seconds=60.0)
 
 
@@ -39,6 +41,7 @@ class Played:
     def __init__(self, loop: EpisodeLoop, wake: threading.Event, tokenizer: TextTokenizer) -> None:
         self.loop, self.tokenizer = loop, tokenizer
         self.contexts: dict[int, list[list[int]]] = {}
+        self.seats: dict[int, list[str]] = {}  # of the turns, in the order in which they were asked
         self._wake = wake
 
     def news(self, count: int = 1, seconds: float = PATIENCE) -> list[News]:
@@ -61,16 +64,17 @@ class Played:
         """Play a rollout per prompt, in which `answers(prompt, turn)` is the policy."""
         self.loop.begin([Begin(i, prompt, seed=i) for i, prompt in enumerate(prompts)])
         outcomes: dict[int, Outcome] = {}
-        tokens = {i: list(prompt.tokens) for i, prompt in enumerate(prompts)}
-        self.contexts = {i: [] for i in tokens}
+        known = {i: Contexts(prompt.tokens) for i, prompt in enumerate(prompts)}
+        self.contexts, self.seats = {i: [] for i in known}, {i: [] for i in known}
         while len(outcomes) < len(prompts):
             for news in self.news():
                 if isinstance(news, Ask):
                     said = answers(news.id, len(self.contexts[news.id]))
                     said = [*encoded(said), EOS] if isinstance(said, str) else said
-                    context = [*tokens[news.id][: news.kept], *news.new]
-                    self.contexts[news.id].append(context)
-                    tokens[news.id] = context + said
+                    line = known[news.id].open(news.after, news.kept, news.new)
+                    self.contexts[news.id].append(list(line.tokens))
+                    self.seats[news.id].append(news.seat)
+                    known[news.id].close(line, news.turn, said)
                     self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length", turn=news.turn)])
                 elif isinstance(news, Ended):
                     metrics = dict(news.outcome.metrics)
@@ -87,13 +91,14 @@ def playing(
     concurrency: int = 16,
     chat: ChatSettings | None = None,
     python: str = "",
+    seats: Seats = ONE_PLAYER,
     **args: Any,
 ) -> Iterator[Played]:
     if not (folder / "tokenizer.json").exists():
         characters.build(folder)
     wake, tokenizer = threading.Event(), TextTokenizer.load(folder, chat or OWN_CHAT)
     loop = EpisodeLoop(
-        LoopSettings(name, concurrency, limits, python=python, args=args),
+        LoopSettings(name, concurrency, limits, python=python, args=args, seats=seats),
         ChatText(tokenizer) if chat else PlainText(tokenizer),
         wake.set,
     )

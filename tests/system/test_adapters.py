@@ -85,9 +85,9 @@ def test_check_env_plays_shows_and_names_what_fails() -> None:
 
 @pytest.fixture(scope="module")
 def gyms(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with three packages, made by check_env."""
+    """A virtual environment with four packages, made by check_env."""
     folder = tmp_path_factory.mktemp("gyms") / "venv"
-    packages = ("gymnasium==1.4.0", "skyrl-gym==0.4.0", "textarena==0.7.4")
+    packages = ("gymnasium==1.4.0", "skyrl-gym==0.4.0", "textarena==0.7.4", "open_spiel==2.0.2")
     said = checked("gymnasium:FrozenLake-v1", "--environment.python", str(folder), "--install", *packages)
     assert "--model.hf_assets_path FOLDER takes your model's" in said, "the built-in tokenizer has no capitals"
     return folder
@@ -111,6 +111,16 @@ def test_skyrls_gsm8k_is_trained_on(runs: Runs, tmp_path: Path, gyms: Path) -> N
 def test_a_game_of_textarena_is_trained_on(runs: Runs, tmp_path: Path, gyms: Path) -> None:
     run, _ = trained(runs, tmp_path, "textarena:GuessTheNumber-v0", gyms)
     assert all("ou have to guess the number" in json.dumps(line) for line in run.lines("rollouts.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["textarena:KuhnPoker-v0", "openspiel:leduc_poker"])
+def test_games_of_two_players_are_trained_on(runs: Runs, tmp_path: Path, gyms: Path, name: str) -> None:
+    flags = {"environment__seats": '["first", "second"]', "environment__max_turns": 6}
+    run, _ = trained(runs, tmp_path, name, gyms, **flags)
+    lines = run.lines("rollouts.jsonl")
+    assert {seat for line in lines for seat in line["seats"]} <= {"first", "second"}
+    assert all(line["seats"] for line in lines)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ class Counting(Scripted):
     together = most = 1
     now = cancelled = 0
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
         self.now += 1
         self.most = max(self.most, self.now)
         try:

@@ -52,7 +52,7 @@ class Gated(Scripted):
         super().__init__(session.prompt, order=session.order)
         self.open = asyncio.Event()
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
         completion = await super().sample(tokens, max_new_tokens=max_new_tokens)
         await self.open.wait()
         return completion
@@ -116,7 +116,9 @@ async def test_an_environment_that_asks_something_else_begins_from_scratch(tmp_p
 
 async def test_a_session_that_has_no_room_ends_the_rollout_with_what_it_has_earned(tmp_path: Path) -> None:
     class Full(Scripted):
-        async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        async def sample(
+            self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = ""
+        ) -> Completion:
             if len(self.asked) == 2:
                 raise ContextOverflow("no room")
             return await super().sample(tokens, max_new_tokens=max_new_tokens)
@@ -130,7 +132,9 @@ async def test_a_session_that_has_no_room_ends_the_rollout_with_what_it_has_earn
 
 async def test_a_failing_session_frees_its_place_and_ends_the_users_code(tmp_path: Path) -> None:
     class Broken(Scripted):
-        async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        async def sample(
+            self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = ""
+        ) -> Completion:
             raise RunError("the generators are gone")
 
     mesh, _, _ = await fake_environments(ODD, tmp_path, LIMITS, processes=1)

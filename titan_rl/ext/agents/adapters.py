@@ -2,6 +2,7 @@
 
     Gymnasium    reset(seed=, options=) -> observation, info        step(action) -> five values
     TextArena    reset(num_players=, seed=), get_observation() -> player, text    step(text) -> done, info
+    OpenSpiel    new_initial_state() -> state                       apply_action(action)
     SkyRL-gym    init(prompt) -> messages, metadata                 step(text) -> {observations, reward, done, metadata}
     Tinker       initial_observation() -> messages                  step(message) -> MessageStepResult
 
@@ -12,6 +13,7 @@ set of tools. Only the standard library is imported, because external_program.py
 import importlib
 import inspect
 import json
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -68,29 +70,37 @@ class GymnasiumText:
 
 
 class TextArenaGame:
-    """A game for one player, whose reward at the end is the rollout's. Games are made without wrappers: those return
-    only the new text of a turn, wrapped ones the whole game."""
+    """A game for one player, whose reward at the end is the rollout's, or one for environment.seats in their order.
+    Games are made without wrappers: those return only the new text of a turn, wrapped ones the whole game."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
+        self._player = 0  # who moves
+        self._alone = True
 
-    def reset(self, task_seed: int) -> str:
-        self._environment.reset(num_players=1, seed=task_seed)
+    def reset(self, task_seed: int, seats: Sequence[str]) -> str:
+        self._alone = not seats
+        self._environment.reset(num_players=len(seats) or 1, seed=task_seed)
         return self._read()
+
+    def to_move(self) -> int:
+        return self._player
 
     def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
         done, info = self._environment.step(action=reply.text)
         if not done:
             return self._read(), 0.0, False, {}
         closed = self._environment.close()
-        rewards = closed[0] if isinstance(closed, tuple) else closed
-        return "", float((rewards or {}).get(0, 0.0)), True, numbers(info)
+        rewards = (closed[0] if isinstance(closed, tuple) else closed) or {}
+        if self._alone:
+            return "", float(rewards.get(0, 0.0)), True, numbers(info)
+        return "", 0.0, True, {**numbers(info), "seats": {str(player): float(r) for player, r in rewards.items()}}
 
     def _read(self) -> str:
-        player, observation = self._environment.get_observation()
+        self._player, observation = self._environment.get_observation()
         if isinstance(observation, str):
             return observation
-        return "\n".join(text for sender, text, *_ in observation if sender != player)  # not the policy's own text
+        return "\n".join(text for sender, text, *_ in observation if sender != self._player)  # not the policy's own
 
 
 class SkyRLText:
@@ -166,7 +176,57 @@ def _takes(environment: Any, parameter: str) -> bool:
         return False
 
 
-def gymnasium(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+class OpenSpielGame:
+    """A game of OpenSpiel, for environment.seats in their order. Chance follows the task's seed, so that all rollouts
+    of a group have the same cards. A move is one of the listed actions; another text loses the game."""
+
+    def __init__(self, game: Any) -> None:
+        self._game = game
+
+    def reset(self, task_seed: int) -> str:
+        self._random = random.Random(task_seed)
+        self._state = self._game.new_initial_state()
+        self._play_chance()
+        return self._shown()
+
+    def to_move(self) -> int:
+        return int(self._state.current_player())
+
+    def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        player = self.to_move()
+        by_name = {self._state.action_to_string(player, a): a for a in self._state.legal_actions()}
+        if (action := by_name.get(reply.text.strip())) is None:
+            return "", float(self._game.min_utility()), True, {"illegal_moves": 1}
+        self._state.apply_action(action)
+        self._play_chance()
+        if not self._state.is_terminal():
+            return self._shown(), 0.0, False, {}
+        return "", 0.0, True, {"seats": {str(i): float(r) for i, r in enumerate(self._state.returns())}}
+
+    def _play_chance(self) -> None:
+        while self._state.is_chance_node():
+            actions, odds = zip(*self._state.chance_outcomes(), strict=True)
+            self._state.apply_action(self._random.choices(actions, odds)[0])
+
+    def _shown(self) -> str:
+        player = self.to_move()
+        shows = self._game.get_type().provides_information_state_string
+        seen = self._state.information_state_string(player) if shows else self._state.observation_string(player)
+        moves = ", ".join(self._state.action_to_string(player, action) for action in self._state.legal_actions())
+        return f"{seen}\nMoves: {moves}\n"
+
+
+def openspiel(id: str, args: Mapping[str, Any], seats: Sequence[str] = ()) -> Callable[[], OpenSpielGame]:
+    """Make games of OpenSpiel by their name, such as "leduc_poker"."""
+    game = importlib.import_module("pyspiel").load_game(id, dict(args))
+    if not game.get_type().dynamics.name == "SEQUENTIAL":
+        raise ValueError(f"expected a game in which players move in turn, found {id}")
+    if game.num_players() != len(seats):
+        raise ValueError(f"environment.seats: expected {game.num_players()}, found {len(seats)}")
+    return lambda: OpenSpielGame(game)
+
+
+def gymnasium(id: str, args: Mapping[str, Any], seats: Sequence[str] = ()) -> Callable[[], Any]:
     """Make a registered environment, drawn as text if it can be."""
     package = importlib.import_module("gymnasium")
     first = package.make(id, **args)
@@ -176,19 +236,21 @@ def gymnasium(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: package.make(id, **options)
 
 
-def textarena(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+def textarena(id: str, args: Mapping[str, Any], seats: Sequence[str] = ()) -> Callable[[], Any]:
     package = importlib.import_module("textarena")
     with suppress(ValueError):  # there is none of that name
         package.make(f"{id}-raw", **args)
         id = f"{id}-raw"
     try:
-        package.make(id, **args).reset(num_players=1, seed=0)
+        package.make(id, **args).reset(num_players=len(seats) or 1, seed=0)
     except AssertionError as error:
-        raise ValueError(f"expected a game for one player, found {id}: {error}") from error
+        players = f"the {len(seats)} players of environment.seats" if seats else "one player"
+        more = "" if seats else "; environment.seats may list several players"
+        raise ValueError(f"expected a game for {players}, found {id}: {error}{more}") from error
     return lambda: package.make(id, **args)
 
 
-def skyrl(id: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+def skyrl(id: str, args: Mapping[str, Any], seats: Sequence[str] = ()) -> Callable[..., Any]:
     """Make a registered environment, or "module:Class"."""
     if ":" in id:
         return load(id, "environment.name")
@@ -201,8 +263,9 @@ def skyrl(id: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     return make
 
 
-MAKERS: dict[str, Callable[[str, Mapping[str, Any]], Callable[..., Any]]] = {
+MAKERS: dict[str, Callable[[str, Mapping[str, Any], Sequence[str]], Callable[..., Any]]] = {
     "gymnasium": gymnasium,
+    "openspiel": openspiel,
     "textarena": textarena,
     "skyrl": skyrl,
     "openenv": openenv,

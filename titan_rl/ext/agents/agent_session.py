@@ -124,16 +124,16 @@ class AgentSession:
         return await self._sample(after, None, list(tokens[self._contexts.length(after) :]), wish)
 
     def take_model(self, model: object) -> None:
-        """Take the name by which a request calls the policy. Refuse a second one: every turn would be trained on as the
-        policy's, with one reward."""
+        """Take the name by which a request calls the policy. Refuse a second one: every turn would be trained on with
+        one reward."""
         if not isinstance(model, str) or model == (known := self._model or model):
             self._model = model if isinstance(model, str) else self._model
             return
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "several_models",
-            f"model: expected {known!r}, as in this rollout's earlier requests, found {model!r}. Several players in "
-            "one rollout are not supported: ask another server for the others.",
+            f"model: expected {known!r}, as in this rollout's earlier requests, found {model!r}. List an episode's "
+            "players in environment.seats, or ask another server for the others.",
         )
 
     @property

@@ -7,6 +7,7 @@ from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPol
 from titan_rl.ext.agents.environment_rank import EnvironmentSettings
 from titan_rl.ext.agents.episode_loop import LoopSettings
 from titan_rl.ext.agents.episodes import Limits
+from titan_rl.ext.agents.players import Seats
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.hosts import Host, local_host
@@ -37,7 +38,8 @@ async def environments_of(
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
     agent, context = bool(setup.config.task.agent), setup.config.longest_rollout
-    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context)
+    seats = Seats(tuple(e.seats), frozenset(e.frozen_seats))
+    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context, seats)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds

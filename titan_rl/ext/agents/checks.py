@@ -1,10 +1,12 @@
 """Checks of [environment] and agents."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+from titan_rl.batch.seats import MOST_SEATS
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.ext.agents.games import GAMES
@@ -18,6 +20,10 @@ from titan_rl.tasks.examples import BadRows
 from titan_rl.tasks.task import load_task
 from titan_rl.wire.seeds import derive
 
+NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+ONE_PLAYER = ("gymnasium", "openenv", "skyrl")
+"""Packages whose environments have one player."""
+
 
 def problems(config: Config) -> Iterator[str]:
     """Check that what drives rollouts can be imported, and fits the task and the run."""
@@ -25,6 +31,8 @@ def problems(config: Config) -> Iterator[str]:
     if task.agent:
         yield from _check_agent(config)
     if not config.rollout_code:
+        if e.seats:
+            yield wrong("environment.seats", "[], because environment.name and task.agent are empty")
         if task.name in GAMES:
             yield wrong("environment.name", f'"{task.name}" for task.name = "{task.name}"')
         return
@@ -37,6 +45,7 @@ def problems(config: Config) -> Iterator[str]:
         unusable = list(probe(e.name, first_prompt(config), key="environment.name", environment=e))
         yield from unusable or _check_openings(config)
         yield from _check_server(config, usable=not unusable)
+    yield from _check_seats(config)
     if e.turn_seconds > e.rollout_seconds:
         yield wrong("environment.turn_seconds", f"at most environment.rollout_seconds = {e.rollout_seconds:g}")
     if e.lockstep and config.rollout.steps_ahead:
@@ -49,6 +58,29 @@ def problems(config: Config) -> Iterator[str]:
         if config.training.seq_len < least:
             longest = f"the longest demonstration of {task.name} with its prompt"
             yield wrong("training.seq_len", f"at least {least}, {longest}")
+
+
+def _check_seats(config: Config) -> Iterator[str]:
+    """Check the players of an episode, and the keys that know one only."""
+    wrong, e, a = partial(problem, config), config.environment, config.algorithm
+    if strange := [seat for seat in e.seats if not NAME.fullmatch(seat)]:
+        yield f"environment.seats: expected names of letters, digits, - and _, found {strange[0]!r}"
+    if len(set(e.seats)) != len(e.seats) or len(e.seats) > MOST_SEATS:
+        yield wrong("environment.seats", f"at most {MOST_SEATS} names, each once")
+    if not set(e.frozen_seats) <= set(e.seats):
+        yield wrong("environment.frozen_seats", f"some of environment.seats = {as_toml(e.seats)}")
+    if not e.seats:
+        return
+    if set(e.seats) == set(e.frozen_seats):
+        yield wrong("environment.frozen_seats", "not all of environment.seats, because one has to learn")
+    if e.name in GAMES or e.name.partition(":")[0] in ONE_PLAYER:
+        yield wrong("environment.seats", f"[], because {e.name} has one player")
+    one = "because environment.seats has several players"
+    fixed = {"overlong_buffer": 0, "length_reward": "none", "teacher_coef": 0.0}
+    for key in (key for key, value in fixed.items() if getattr(a, key) != value):
+        yield wrong(f"algorithm.{key}", f"{as_toml(fixed[key])}, {one}")
+    if a.advantage in ("greedy", "per_reward", "teacher"):
+        yield wrong("algorithm.advantage", f"another than {as_toml(a.advantage)}, {one}, each with one reward")
 
 
 def _check_openings(config: Config) -> Iterator[str]:

@@ -16,37 +16,49 @@ NO_TOOLS = ("reset", "close", "get_reward")
 """Public methods of a set of tools that the policy may not call."""
 
 
-def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+def load_user_environment(
+    name: str, args: Mapping[str, Any], key: str, seats: Sequence[str] = ()
+) -> Callable[..., Any]:
     """Return a maker of environments: of a package for "PREFIX:REST", else the user's "module:name"."""
-    return _load(name, args, key, MAKERS)
+    return _load(name, args, key, seats, MAKERS)
 
 
-def load_agent(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+def load_agent(name: str, args: Mapping[str, Any], key: str, seats: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the user's agent "module:name", or one that plays a taskset: "verifiers:TASKSET"."""
-    return _load(name, args, key, {"verifiers": verifiers_agent})
+    return _load(name, args, key, seats, {"verifiers": verifiers_agent})
 
 
 def _load(
-    name: str, args: Mapping[str, Any], key: str, makers: Mapping[str, Callable[..., Callable[..., Any]]]
+    name: str,
+    args: Mapping[str, Any],
+    key: str,
+    seats: Sequence[str],
+    makers: Mapping[str, Callable[..., Callable[..., Any]]],
 ) -> Callable[..., Any]:
     """Call the maker of the name's prefix, or import the user's code. Raise ValueError if that fails."""
     prefix, _, rest = name.partition(":")
     if prefix not in makers:
         return load(name, key)
     try:
-        return makers[prefix](rest, args)
+        return makers[prefix](rest, args, seats)
     except Exception as error:
         raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
 
 
 def offered_by(
-    row: Mapping[str, Any], prompt: str, answer: str, seed: int, messages: Sequence[Message], number: int
+    row: Mapping[str, Any],
+    prompt: str,
+    answer: str,
+    seed: int,
+    messages: Sequence[Message],
+    number: int,
+    seats: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what an environment may take by keyword. `number` is the prompt's: all rollouts of its group have the same
     `task_seed`, but different `seed`s. Without a chat template there are no messages."""
     task_seed = row["seed"] if isinstance(row.get("seed"), int) else number
     own = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-    return {**own, "task_seed": task_seed, "messages": list(messages)}
+    return {**own, "task_seed": task_seed, "messages": list(messages), "seats": list(seats)}
 
 
 async def make_environment(

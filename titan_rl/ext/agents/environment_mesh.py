@@ -61,7 +61,8 @@ class EnvironmentMesh:
         self._ids, self._orders = count(), count()
         self._queue: deque[Waiting] = deque()  # rollouts without a place
         self._placed = 0  # rollouts with one
-        self._held: dict[int, asyncio.Future[None]] = {}  # turns held back by lockstep, by their rollouts' order
+        # turns held back by lockstep, by their rollouts' order: several of one rollout if its players move together
+        self._held: dict[int, list[asyncio.Future[None]]] = {}
         self._coming = 0  # processes that are being spawned
         self._sound = False  # a rollout has ended since the last loss: the next one does not count against the budget
         self._error: RunError | None = None  # final once set
@@ -142,19 +143,23 @@ class EnvironmentMesh:
     async def _in_step(self, episode: Episode) -> None:
         """Wait until every rollout waits for the policy."""
         loop = asyncio.get_running_loop()
-        held = self._held[episode.order] = loop.create_future()
+        held: asyncio.Future[None] = loop.create_future()
+        self._held.setdefault(episode.order, []).append(held)
         loop.call_soon(self._step)  # later, so that this rollout too continues in its turn
         try:
             await held
         finally:
-            self._held.pop(episode.order, None)
+            if held in (turns := self._held.get(episode.order, [])):
+                turns.remove(held)
+            if not turns:
+                self._held.pop(episode.order, None)
 
     def _step(self) -> None:
         moving = self._coming and any(again for _, _, again in self._queue)  # to a process that is being spawned
         if len(self._held) == self._placed and not moving:
-            for order in sorted(self._held):
-                if not self._held[order].done():
-                    self._held[order].set_result(None)
+            for held in [held for order in sorted(self._held) for held in self._held[order]]:
+                if not held.done():
+                    held.set_result(None)
 
     # -- places ---------------------------------------------------------------------------------------------------
 

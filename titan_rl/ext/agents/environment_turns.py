@@ -72,7 +72,7 @@ class TurnScript:
 
 async def _sampled(session: Session, ask: Ask, tokens: list[int]) -> Answer:
     try:
-        completion = await session.sample(tokens, max_new_tokens=ask.most)
+        completion = await session.sample(tokens, max_new_tokens=ask.most, seat=ask.seat)
     except LimitReached as limit:
         return Answer(-1, [], "abort", limit.status, ask.turn)
     logprobs = completion.logprobs if ask.logprobs else ()

@@ -20,12 +20,12 @@ def run_with_maker(e: EnvironmentSection, work: Callable[[Maker | None], Corouti
 
 
 async def _here(e: EnvironmentSection, work: Callable[[Maker | None], Coroutine[Any, Any, None]]) -> None:
-    make = load_environment(e.name, e.args)
+    make = load_environment(e.name, e.args, e.seats)
     await work(make if isinstance(make, type) or not asynchronous(make) else None)
 
 
 async def _external(e: EnvironmentSection, work: Callable[[Maker | None], Coroutine[Any, Any, None]]) -> None:
-    external = await ExternalPython.start(e.python, e.name, key=KEY, args=e.args)
+    external = await ExternalPython.start(e.python, e.name, key=KEY, args=e.args, seats=e.seats)
     try:
         await external.while_alive(work(external.make))
     finally:

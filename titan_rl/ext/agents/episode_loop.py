@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.ext.agents.agent_session import AgentSession
@@ -20,7 +21,8 @@ from titan_rl.ext.agents.episode_news import PROMPT, Answer, Ask, Begin, Blocked
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits
 from titan_rl.ext.agents.external_python import ExternalPython
 from titan_rl.ext.agents.games import GAMES
-from titan_rl.ext.agents.play import Policy, Sampled, play, roll_out
+from titan_rl.ext.agents.play import Bounded, Policy, Sampled, play, roll_out, scored
+from titan_rl.ext.agents.players import Seats, outcome_of_players, play_in_turn
 from titan_rl.tasks.user_code import (
     Threads,
     asynchronous,
@@ -29,6 +31,7 @@ from titan_rl.tasks.user_code import (
     thread_place,
     threads,
 )
+from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded, Recorder
 
@@ -50,11 +53,12 @@ class LoopSettings:
     python: str = ""  # environment.python
     args: Mapping[str, Any] = field(default_factory=dict)  # environment.args
     context: int = 0  # the most tokens of a prompt and its answer, for agents; 0: unknown
+    seats: Seats = field(default_factory=Seats)
 
 
-def load_environment(name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def load_environment(name: str, args: Mapping[str, Any] | None = None, seats: Sequence[str] = ()) -> Callable[..., Any]:
     """Return a maker of environments: a built-in one, one of a package, or the user's "module:name"."""
-    return GAMES[name].environment if name in GAMES else load_user_environment(name, args or {}, KEY)
+    return GAMES[name].environment if name in GAMES else load_user_environment(name, args or {}, KEY, seats)
 
 
 class Late(Exception):
@@ -67,23 +71,31 @@ class Asking:
     def __init__(self, id: int, report: Callable[[News], None]) -> None:
         self._id, self._report = id, report
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._next, self._last = 0, PROMPT
+        self._next, self._last = 0, dict[str, int]()  # the last turn of each player that was answered
         self._since = 0.0
         self.seconds = 0.0  # in which a turn or several were sampled
         self.given_up = False  # asks are cancelled
         self.rollout: asyncio.Task[None] | None = None
 
     async def ask(
-        self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        self,
+        kept: int,
+        new: list[int],
+        most: int | None,
+        *,
+        after: int | None = None,
+        logprobs: bool = False,
+        seat: str = "",
     ) -> Sampled:
-        """Ask for a turn after the turn `after`: None is the last one that was answered."""
+        """Ask for a turn after the turn `after`: None is the player's last one that was answered."""
         if self.given_up:
             raise asyncio.CancelledError
         turn, self._next = self._next, self._next + 1
         if not self._waiting:
             self._since = time.monotonic()
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
-        self._report(Ask(self._id, kept, new, most, turn, self._last if after is None else after, logprobs))
+        after = self._last.get(seat, PROMPT) if after is None else after
+        self._report(Ask(self._id, kept, new, most, turn, after, logprobs, seat))
         try:
             answer = await waiting
         except asyncio.CancelledError:
@@ -96,7 +108,7 @@ class Asking:
                 self.seconds += time.monotonic() - self._since
         if answer.over is not None:
             raise EpisodeOver(answer.over)
-        self._last = turn
+        self._last[seat] = turn
         return Sampled(answer.tokens, answer.finish, turn, answer.logprobs)
 
     def resolve(self, answer: Answer) -> None:
@@ -111,6 +123,7 @@ class EpisodeLoop:
         self._settings, self._limits, self._renderer = settings, settings.limits, renderer
         self._notify = notify
         self._news: deque[News] = deque()
+        self._fresh: list[News] = []  # of this moment: players that move together ask together
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asking: dict[int, Asking] = {}
         self._threads = Threads(settings.concurrency)
@@ -204,12 +217,13 @@ class EpisodeLoop:
                 args=settings.args,
                 agent=settings.agent,
                 concurrency=settings.concurrency,
+                seats=settings.seats.names,
             )
             self._external = asyncio.run_coroutine_threadsafe(start, self._loop).result()
             return self._external.run if settings.agent else self._external.make
         if settings.agent:
-            return load_agent(settings.name, settings.args, AGENT_KEY)
-        return load_environment(settings.name, settings.args)
+            return load_agent(settings.name, settings.args, AGENT_KEY, settings.seats.names)
+        return load_environment(settings.name, settings.args, settings.seats.names)
 
     def _open_endpoint(self) -> "OpenAIEndpoint":
         from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint  # imports aiohttp: 0.3 s
@@ -242,7 +256,13 @@ class EpisodeLoop:
         self._asked_at = None
 
     def _report(self, news: News) -> None:
-        self._news.append(news)
+        if not self._fresh:
+            self._loop.call_soon(self._publish)
+        self._fresh.append(news)
+
+    def _publish(self) -> None:
+        self._news.extend(self._fresh)
+        self._fresh.clear()
         self._notify()
 
     def _begin(self, begin: Begin) -> None:
@@ -307,16 +327,49 @@ class EpisodeLoop:
                 if self._spans.now() - called >= SHOWN_NANOSECONDS:
                     self._spans.since(called, "call", lane="environment", id=begin.id, prompt=begin.prompt.id)
 
-        name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, asking.ask)
+        name, seats = self._settings.name, self._settings.seats
+        policy = Policy(begin.prompt, self._renderer, self._limits, asking.ask)
         if self._endpoint is not None:
-            session = AgentSession(begin.prompt, self._renderer, self._limits, asking.ask)
-            outcome = await self._endpoint.run_agent(self._make, name, str(begin.id), session, begin.prompt, begin.seed)
+            sessions = {
+                seat: AgentSession(begin.prompt, self._renderer, self._limits, partial(asking.ask, seat=seat))
+                for seat in seats.names or ("",)
+            }
+            outcome = await self._endpoint.run_agent(
+                self._make, name, str(begin.id), sessions, begin.prompt, begin.seed, seats
+            )
+        elif seats.names:
+            outcome = await self._play_seats(begin, asking, bounded)
         elif self._external is None and not isinstance(self._make, type) and asynchronous(self._make):
-            outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
+            result, status = await roll_out(self._make, name, {"policy": policy}, begin.prompt, begin.seed)
+            whole = isinstance(result, Outcome)
+            outcome = result if whole else scored(result, status, policy.turns, policy.messages, name)
         else:
             outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded, self._settings.args)
         seconds = time.monotonic() - began - asking.seconds
         return replace(outcome, metrics={**outcome.metrics, "seconds": seconds})
+
+    async def _play_seats(self, begin: Begin, asking: Asking, bounded: Bounded) -> Outcome:
+        """Play an episode of several players."""
+        settings, prompt, seats = self._settings, begin.prompt, self._settings.seats
+        heard: list[Message] = [*prompt.messages]
+        policies = {
+            seat: Policy(
+                prompt,
+                self._renderer,
+                self._limits,
+                partial(asking.ask, seat=seat),
+                lambda message, seat=seat: heard.append({**message, "name": seat}),
+            )
+            for seat in seats.names
+        }
+        if self._external is None and not isinstance(self._make, type) and asynchronous(self._make):
+            result, status = await roll_out(self._make, settings.name, {"policies": policies}, prompt, begin.seed)
+        else:
+            result, status = await play_in_turn(
+                self._make, settings.name, policies, prompt, begin.seed, bounded, settings.args
+            )
+        moved = [seat for seat, policy in policies.items() if policy.turns]
+        return outcome_of_players(result, status, moved, seats, heard, settings.name)
 
 
 def _late_place(error: BaseException) -> str:

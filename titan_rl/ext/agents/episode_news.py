@@ -33,6 +33,7 @@ class Ask(NamedTuple):
     turn: int = 0  # its number in the rollout
     after: int = PROMPT
     logprobs: bool = False  # the answer has them
+    seat: str = ""  # the player whose turn it is, in an episode of several
 
 
 class Answer(NamedTuple):

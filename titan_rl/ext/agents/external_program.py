@@ -45,9 +45,9 @@ class Program:
         self._threads = Threads(hello["concurrency"])
         key = hello["key"]
         if hello["agent"]:
-            self._maker = load_agent(self._name, self._args, key)
+            self._maker = load_agent(self._name, self._args, key, hello["seats"])
         else:
-            self._maker = load_user_environment(self._name, self._args, key)
+            self._maker = load_user_environment(self._name, self._args, key, hello["seats"])
             if not isinstance(self._maker, type) and asynchronous(self._maker):
                 what = "a function that is given the policy runs in this project's Python only"
                 raise ValueError(f"{key}: expected a class, because {what}, found {self._name!r}")
@@ -84,7 +84,7 @@ class Program:
         """Make an environment; return which methods it has."""
         environment = await make_environment(self._maker, self._name, request["offered"], self._args)
         self._environments[request["of"]] = environment
-        return [name for name in ("step", "get_reward") if hasattr(environment, name)]
+        return [name for name in ("step", "get_reward", "to_move") if hasattr(environment, name)]
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         environment = self._environments[request["of"]]
@@ -105,6 +105,9 @@ class Program:
 
     async def _get_reward(self, request: dict[str, Any]) -> Any:
         return await call_user(self._environments[request["of"]].get_reward)
+
+    async def _to_move(self, request: dict[str, Any]) -> Any:
+        return await call_user(self._environments[request["of"]].to_move)
 
     async def _close(self, request: dict[str, Any]) -> None:
         self._tools.pop(request["of"], None)

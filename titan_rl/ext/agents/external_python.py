@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,15 @@ class ExternalPython:
 
     @classmethod
     async def start(
-        cls, python: str, name: str, *, key: str, args: Mapping[str, Any], agent: bool = False, concurrency: int = 8
+        cls,
+        python: str,
+        name: str,
+        *,
+        key: str,
+        args: Mapping[str, Any],
+        agent: bool = False,
+        concurrency: int = 8,
+        seats: Sequence[str] = (),
     ) -> "ExternalPython":
         """Start a child that has loaded an environment or an agent. Raise ValueError if it cannot."""
         executable = python_in(python)
@@ -88,7 +96,7 @@ class ExternalPython:
             raise ValueError(f"environment.python: expected a Python that starts, found {error}") from error
         self = cls(process)
         hello = {"name": name, "key": key, "args": dict(args), "agent": agent, "concurrency": concurrency}
-        self._write({**hello, "path": users_path()})
+        self._write({**hello, "seats": list(seats), "path": users_path()})
         try:
             first = await asyncio.wait_for(self._line(), START_SECONDS)
         except TimeoutError:
@@ -112,10 +120,10 @@ class ExternalPython:
         return "" if self._closed else self._ended
 
     async def make(
-        self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any
+        self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any, seats: Any
     ) -> "ExternalEnvironment":
         """Make the environment of a rollout."""
-        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed, "seats": seats}
         offered, of = {**keywords, "task_seed": task_seed, "messages": messages}, _rollout()
         return ExternalEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
@@ -230,9 +238,13 @@ class ExternalEnvironment:
             self.step = self._step
         if "get_reward" in has:
             self.get_reward = partial(ask, "get_reward")
+        if "to_move" in has:
+            self.to_move = partial(ask, "to_move")
 
-    async def reset(self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any) -> Any:
-        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+    async def reset(
+        self, row: Any, prompt: Any, answer: Any, seed: Any, task_seed: Any, messages: Any, seats: Any
+    ) -> Any:
+        keywords = {"row": row, "prompt": prompt, "answer": answer, "seed": seed, "seats": seats}
         reply = await self._ask("reset", offered={**keywords, "task_seed": task_seed, "messages": messages})
         self.tools = [ExternalTool(self._ask, schema) for schema in reply["tools"]]
         return Conversation(reply["observation"]) if reply["whole"] else reply["observation"]

@@ -25,6 +25,7 @@ from titan_rl.ext.agents.agent_session import OFFERED, AgentSession, Refused, Wi
 from titan_rl.ext.agents.message_tree import BadMessage, readable
 from titan_rl.ext.agents.openai_replies import Replies
 from titan_rl.ext.agents.play import scored
+from titan_rl.ext.agents.players import Seats, outcome_of_players
 from titan_rl.tasks.user_code import call_user
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Prompt
@@ -50,7 +51,7 @@ class OpenAIEndpoint:
 
     def __init__(self, model: str = MODEL, context: int = 0) -> None:
         self._secret = secrets.token_bytes(32)
-        self._sessions: dict[str, AgentSession] = {}
+        self._sessions: dict[str, Mapping[str, AgentSession]] = {}  # by rollout, then by seat
         self._replies = Replies(model, context)
         self._port = 0
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_with_json_errors])
@@ -80,52 +81,69 @@ class OpenAIEndpoint:
         await self._runner.cleanup()
 
     @contextmanager
-    def opened(self, rollout: str, session: AgentSession) -> Iterator[tuple[str, str]]:
-        """Open a rollout's session. Yield its base URL and its key."""
-        self._sessions[rollout] = session
+    def opened(self, rollout: str, sessions: Mapping[str, AgentSession]) -> Iterator[tuple[str, str]]:
+        """Open a rollout's sessions, by seat. Yield its base URL and its key."""
+        self._sessions[rollout] = sessions
         try:
             yield f"http://{HOST}:{self._port}/r/{rollout}/v1", self._key(rollout)
         finally:
             del self._sessions[rollout]
-            session.end()
+            for session in sessions.values():
+                session.end()
 
     async def run_agent(
-        self, function: Callable[..., Any], name: str, rollout: str, session: AgentSession, prompt: Prompt, seed: int
+        self,
+        function: Callable[..., Any],
+        name: str,
+        rollout: str,
+        sessions: Mapping[str, AgentSession],
+        prompt: Prompt,
+        seed: int,
+        seats: Seats,
     ) -> Outcome:
         """Run the user's `async def run(row, base_url, api_key) -> reward | {"reward": reward, **info} | None`. If it
-        raises because a limit refused its last request, its reward is 0."""
-        status: Status = "completed"
-        with self.opened(rollout, session) as (base_url, api_key):
-            own = (base_url, api_key, MODEL, str(session.tokenizer.folder))
+        raises because a limit refused a last request, its reward is 0."""
+        folder = str(next(iter(sessions.values())).tokenizer.folder)
+        with self.opened(rollout, sessions) as (base_url, api_key):
+            own = (base_url, api_key, seats.names[0] if seats.names else MODEL, folder)
             values = (prompt.row, prompt.text, prompt.answer, seed, *own)
             keywords = keywords_of(function, dict(zip(OFFERED, values, strict=True)), name)
             try:
                 result = await call_user(function, **keywords)
             except Exception:
-                if session.refused is None:
+                if not any(session.refused for session in sessions.values()):
                     raise
-                result = 0.0
-            status = session.refused or status
-        outcome = (
-            result if isinstance(result, Outcome) else scored(result, status, session.turns, session.messages, name)
-        )
-        return replace(outcome, metrics={**outcome.metrics, **session.metrics()})
+                result = None if seats.names else 0.0
+            refused: list[Status] = [session.refused for session in sessions.values() if session.refused]
+        status: Status = refused[0] if refused else "completed"
+        counted = [session.metrics() for session in sessions.values()]
+        metrics = {key: sum(each[key] for each in counted) for key in counted[0]}
+        if seats.names:
+            said = [{**each, "name": seat} for seat, session in sessions.items() for each in session.messages]
+            moved = [seat for seat, session in sessions.items() if session.turns]
+            outcome = outcome_of_players(result, status, moved, seats, said, name)
+        elif isinstance(result, Outcome):
+            outcome = result
+        else:
+            outcome = scored(result, status, sessions[""].turns, sessions[""].messages, name)
+        return replace(outcome, metrics={**outcome.metrics, **metrics})
 
     def _key(self, rollout: str) -> str:
         """Return a rollout's key. Computed, so that an ended rollout's need not be kept to be known."""
         return "sk-" + hmac.digest(self._secret, rollout.encode(errors="replace"), "sha256").hex()
 
-    def _session(self, request: web.Request) -> AgentSession:
+    def _seats(self, request: web.Request) -> Mapping[str, AgentSession]:
+        """Return the sessions of a request's rollout, by seat."""
         rollout = request.match_info["rollout"]
         authorize(request, self._key(rollout))
-        if (session := self._sessions.get(rollout)) is None:
+        if (sessions := self._sessions.get(rollout)) is None:
             raise Refused(HTTPStatus.GONE, "session_ended", "this rollout has ended")
-        return session
+        return sessions
 
     def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handled(request: web.Request) -> web.StreamResponse:
-            session, body = self._session(request), json_body(await request.read())
-            session.take_model(body.get("model"))
+            sessions, body = self._seats(request), json_body(await request.read())
+            session = session_of(sessions, body.get("model"))
             if body.get("n") not in (None, 1):
                 raise bad_request(f"n: expected 1, found {body['n']!r}")
             reply, chunks = await answers(session, body)
@@ -134,8 +152,7 @@ class OpenAIEndpoint:
         return handled
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        return _json(self._replies.models())
+        return _json(self._replies.models([*filter(None, self._seats(request))]))
 
     async def _chat(self, session: AgentSession, body: Body) -> tuple[Any, list[Any]]:
         tools = body.get("tools") or []
@@ -172,6 +189,17 @@ class OpenAIEndpoint:
             raise bad_request(f"sampling_params.n: expected 1, found {sampling['n']!r}")
         wish = Wish(_positive(sampling, "max_tokens"), sampling.get("logprobs") is not None)
         return self._replies.tokens(await session.generate(tokens, wish), session.tokenizer, body)
+
+
+def session_of(sessions: Mapping[str, AgentSession], model: object) -> AgentSession:
+    """Return the session of the seat that a request's `model` names."""
+    if single := sessions.get(""):
+        single.take_model(model)
+        return single
+    if isinstance(model, str) and (found := sessions.get(model)):
+        return found
+    expected = f"model: expected one of environment.seats: {', '.join(sessions)}; found {model!r}"
+    raise Refused(HTTPStatus.BAD_REQUEST, "no_such_seat", expected)
 
 
 def authorize(request: web.Request, key: str) -> None:

@@ -18,10 +18,11 @@ class Replies:
         """`context`: the most tokens of a prompt and its answer; 0: unknown."""
         self._model, self._context, self._since = model, context, int(time.time())
 
-    def models(self) -> dict[str, Any]:
-        model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "titan_rl"}
+    def models(self, seats: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the list of models: the policy, or a rollout's seats."""
+        model = {"object": "model", "created": self._since, "owned_by": "titan_rl"}
         longest = {"max_model_len": self._context} if self._context else {}
-        return {"object": "list", "data": [{**model, **longest}]}
+        return {"object": "list", "data": [{"id": name, **model, **longest} for name in seats or [self._model]]}
 
     def chat(self, served: ServedTurn, tokenizer: TextTokenizer, body: Body) -> Reply:
         message = dict(served.message)

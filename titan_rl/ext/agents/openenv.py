@@ -8,7 +8,7 @@ only field that must be given.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +68,7 @@ class OpenEnvSession:
         return content
 
 
-def openenv(url: str, args: Mapping[str, Any]) -> Callable[[], OpenEnvSession]:
+def openenv(url: str, args: Mapping[str, Any], seats: Sequence[str] = ()) -> Callable[[], OpenEnvSession]:
     """Make sessions of the server at http://HOST:PORT. Raise ConnectionError if none answers."""
     url = re.sub(r"^ws", "http", url).rstrip("/")
     action = schema_of(url)

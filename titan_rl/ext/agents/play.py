@@ -45,8 +45,16 @@ Ask = Callable[[int, list[int], int | None], Awaitable[Sampled]]
 class Policy:
     """A rollout's policy, as the user's code sees it."""
 
-    def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Ask) -> None:
-        self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
+    def __init__(
+        self,
+        prompt: Prompt,
+        renderer: Renderer,
+        limits: Limits,
+        ask: Ask,
+        hear: Callable[[Message], None] | None = None,
+    ) -> None:
+        """`hear` is called with each message of the conversation after the prompt."""
+        self._prompt, self._renderer, self._limits, self._ask, self._hear = prompt, renderer, limits, ask, hear
         self._tokens: list[int] = list(prompt.tokens)  # up to the last sampled one
         self._tools: Sequence[Schema] = ()
         self.turns = 0
@@ -75,7 +83,11 @@ class Policy:
         self.spent += read + len(sampled.tokens)
         self.turns += 1
         reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)
-        self.messages += [*messages_from(observation), reply.message]
+        said = [*messages_from(observation), reply.message]
+        self.messages += said
+        if self._hear is not None:
+            for message in said:
+                self._hear(message)
         return reply
 
 
@@ -141,7 +153,7 @@ async def play(
         try:
             while not step.done:
                 reply = await policy.observe(step.observation, tools.schemas)
-                step = await bounded(_answer(environment, tools, reply, name))
+                step = await bounded(answer_to(environment, tools, reply, name))
                 score.turn(step)
             status = step.status
         except EpisodeOver as over:
@@ -154,16 +166,16 @@ async def play(
     return score.outcome(status, policy.turns, policy.messages, tools)
 
 
-async def roll_out(function: Callable[..., Any], name: str, policy: Policy, prompt: Prompt, seed: int) -> Outcome:
+async def roll_out(
+    function: Callable[..., Any], name: str, players: Mapping[str, Any], prompt: Prompt, seed: int
+) -> tuple[Any, Status]:
     """Run the user's `async def rollout(policy, row) -> reward | {"reward": reward, **info} | Outcome | None`. One that
-    lets EpisodeOver pass has reward 0."""
-    offered = {"policy": policy, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
-    status: Status = "completed"
+    lets EpisodeOver pass has result 0. `players`: {"policy": policy}, or {"policies": by seat}."""
+    offered = {**players, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
     try:
-        result = await call_user(function, **keywords_of(function, offered, name))
+        return await call_user(function, **keywords_of(function, offered, name)), "completed"
     except EpisodeOver as over:
-        result, status = 0.0, over.status
-    return result if isinstance(result, Outcome) else scored(result, status, policy.turns, policy.messages, name)
+        return 0.0 if "policy" in players else None, over.status
 
 
 def scored(result: object, status: Status, turns: int, messages: Sequence[Message], name: str) -> Outcome:
@@ -179,7 +191,7 @@ Bounded = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Awaits a call into the user's code within its deadline."""
 
 
-async def _answer(environment: Any, tools: Toolbox, reply: Reply, name: str) -> Step:
+async def answer_to(environment: Any, tools: Toolbox, reply: Reply, name: str) -> Step:
     """Return the environment's answer to a reply: the results of its tool calls, or a step."""
     stepped = hasattr(environment, "step")
     reward = 0.0 if stepped else None

@@ -64,9 +64,9 @@ class PolicyEndpoint(OpenAIEndpoint):
         self._sampling, self._context = sampling, context
         self._numbers = itertools.count()
 
-    def _session(self, request: web.Request) -> AgentSession:
+    def _seats(self, request: web.Request) -> Mapping[str, AgentSession]:
         authorize(request, self._access)
-        return self._fresh(self._sampling, 0, ())
+        return {"": self._fresh(self._sampling, 0, ())}
 
     def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handled(request: web.Request) -> web.StreamResponse:

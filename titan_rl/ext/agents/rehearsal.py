@@ -46,8 +46,10 @@ async def _rehearse(
     takes_any = e.python or "env_config" in names or any(p.kind is p.VAR_KEYWORD for p in declared)
     if unknown := [each for each in e.args if not takes_any and each not in names]:
         raise TypeError(f"no parameter for environment.args = {unknown[0]!r}; it has {', '.join(names) or 'none'}")
-    offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id)
+    offered = offered_by(prompt.row, prompt.text, prompt.answer, 0, prompt.messages, prompt.id, e.seats)
     async with made(make, offered, e) as environment:
+        if e.seats and not hasattr(environment, "to_move"):
+            raise TypeError("no method to_move(), which returns the player of environment.seats whose turn it is")
         if hasattr(environment, "step"):
             try:
                 inspect.signature(environment.step).bind("reply")
@@ -60,7 +62,7 @@ async def _rehearse(
 
 async def _load_agent(name: str, e: EnvironmentSection) -> None:
     if e.python:
-        external = await ExternalPython.start(e.python, name, key=AGENT_KEY, args=e.args, agent=True)
+        external = await ExternalPython.start(e.python, name, key=AGENT_KEY, args=e.args, agent=True, seats=e.seats)
         await external.close()
     else:
-        keywords_of(load_agent(name, e.args, AGENT_KEY), dict.fromkeys(OFFERED), AGENT_KEY)
+        keywords_of(load_agent(name, e.args, AGENT_KEY, e.seats), dict.fromkeys(OFFERED), AGENT_KEY)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 SERVER = """
@@ -41,9 +41,9 @@ class EpisodeFailed(Exception):
 class EnvServed:
     """verifiers' environment server, started by the first rollout."""
 
-    def __init__(self, config: Mapping[str, Any], seat: str) -> None:
-        """`seat`: the one that the policy plays."""
-        self._config, self._seat = config, seat
+    def __init__(self, config: Mapping[str, Any], seats: Sequence[str], *, several: bool) -> None:
+        """The policy plays `seats`: one or `several`."""
+        self._config, self._seats, self._several = config, seats, several
         self._starting = asyncio.Lock()
         self._client: Any = None
 
@@ -61,7 +61,7 @@ class EnvServed:
             renderer_model_name=tokenizer,
         )
         episode = await self._client.run(client=client, model=model, sampling=SamplingConfig(), task_data=dict(task))
-        return outcome_of(episode, self._seat)
+        return outcome_of_seats(episode, self._seats) if self._several else outcome_of(episode, self._seats[0])
 
     async def _started(self) -> Any:
         from verifiers.v1.serve.client import EnvClient  # pyright: ignore[reportMissingImports]
@@ -86,13 +86,16 @@ class EnvServed:
         return client
 
 
-def verifiers_agent(taskset: str, args: Mapping[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:
-    """Return an agent that plays tasks of a taskset. Raise if there is none of that name."""
+def verifiers_agent(
+    taskset: str, args: Mapping[str, Any], seats: Sequence[str] = ()
+) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return an agent that plays tasks of a taskset. Raise if there is none of that name. `seats`:
+    environment.seats."""
     from verifiers.v1.serve.pool import env_config_data  # pyright: ignore[reportMissingImports]
     from verifiers.v1.utils.loaders import task_type  # pyright: ignore[reportMissingImports]
 
-    config = env_config(taskset, args)
-    served = EnvServed(env_config_data(config), policy_seat(taskset, config))
+    config = env_config(taskset, args, seats)
+    served = EnvServed(env_config_data(config), policy_seats(taskset, config, seats), several=bool(seats))
     known = task_type(taskset).data_type().model_fields  # a row may have more columns
 
     async def run(row: Mapping[str, Any], base_url: str, api_key: str, model: str, tokenizer: str) -> dict[str, Any]:
@@ -102,8 +105,9 @@ def verifiers_agent(taskset: str, args: Mapping[str, Any]) -> Callable[..., Awai
     return run
 
 
-def env_config(taskset: str, args: Mapping[str, Any]) -> Any:
-    """Return the EnvConfig of a taskset. Keys of `args` may have dots: {"taskset.split" = "train"}."""
+def env_config(taskset: str, args: Mapping[str, Any], seats: Sequence[str]) -> Any:
+    """Return the EnvConfig of a taskset. Keys of `args` may have dots: {"taskset.split" = "train"}. Agents that are
+    `seats` call the policy by their names."""
     from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
     from verifiers.v1.utils.loaders import env_config_type, resolve_env_config  # pyright: ignore[reportMissingImports]
 
@@ -116,32 +120,55 @@ def env_config(taskset: str, args: Mapping[str, Any]) -> Any:
         table[last] = value
     for seat, field in env_config_type(taskset, raw.get("id", "")).model_fields.items():
         if isinstance(field.default, AgentConfig):
-            raw[seat] = {**SEAT, **raw.get(seat, {})}
+            named = {"model": seat} if seat in seats else {}
+            raw[seat] = {**SEAT, **named, **raw.get(seat, {})}
     return resolve_env_config(raw)
 
 
-def policy_seat(taskset: str, config: Any) -> str:
-    """Return the only seat that asks this run for its tokens. Raise if there are several: their turns come by the same
-    key, so the turns of a frozen user or judge, or of an opponent, would be trained on."""
+def policy_seats(taskset: str, config: Any, seats: Sequence[str]) -> list[str]:
+    """Return the seats that ask this run for its tokens. Raise unless they are `seats`; without those only one may ask,
+    because several could not be told apart."""
     from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
 
-    seats = {name: seat for name, seat in dict(config).items() if isinstance(seat, AgentConfig)}
-    ours = [name for name, seat in seats.items() if getattr(seat, "client", None) is None]
-    if len(ours) != 1:
+    agents = {name: agent for name, agent in dict(config).items() if isinstance(agent, AgentConfig)}
+    ours = [name for name, agent in agents.items() if getattr(agent, "client", None) is None]
+    if seats and set(seats) != set(ours):
+        raise ValueError(f"environment.seats: expected {ours}, the agents of taskset {taskset}, found {[*seats]}")
+    if len(ours) != 1 and not seats:
         found, one = ", ".join(ours) or "none", ours[-1] if ours else "user"
         raise ValueError(
-            f"expected one seat of taskset {taskset} that the policy plays, found {found}: give every other one an "
-            f'endpoint, like args = {{"{one}.client.base_url" = "http://..."}}'
+            f"expected one seat of taskset {taskset} that the policy plays, found {found}: list them in "
+            f'environment.seats, or give every other one an endpoint, like args = {{"{one}.client.base_url" = "http://..."}}'
         )
-    return ours[0]
+    return ours
 
 
-def outcome_of(episode: Any, seat: str) -> dict[str, Any]:
-    """Return an episode's mean reward over the policy's traces, and their metrics. Raise if it failed."""
+def traces_of(episode: Any) -> list[Any]:
+    """Return the traces of an episode. Raise if it failed."""
     traces = list(episode.traces)
     if not (episode.ok and traces):
         errors = [error for each in (episode, *traces) for error in each.errors]
         raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it has no trace")
+    return traces
+
+
+def outcome_of_seats(episode: Any, seats: Sequence[str]) -> dict[str, Any]:
+    """Return the mean reward of each seat's traces, None if they may not be trained on, and their metrics."""
+    traces = traces_of(episode)
+    rewards: dict[str, float | None] = {}
+    metrics: dict[str, float] = {}
+    for seat in seats:
+        if own := [trace for trace in traces if trace.agent.name == seat]:
+            trained = all(trace.agent.trainable for trace in own)
+            rewards[seat] = sum(trace.reward for trace in own) / len(own) if trained else None
+            names = {name for trace in own for name, value in trace.metrics.items() if value is not None}
+            metrics |= {f"{seat}/{n}": sum(trace.metrics.get(n) or 0.0 for trace in own) / len(own) for n in names}
+    return {**metrics, "seats": rewards}
+
+
+def outcome_of(episode: Any, seat: str) -> dict[str, Any]:
+    """Return an episode's mean reward over the policy's traces, and their metrics. Raise if it failed."""
+    traces = traces_of(episode)
     own = [trace for trace in traces if trace.agent.name == seat]
     if not own or not all(trace.agent.trainable for trace in own):
         found = ", ".join(f"{each.agent.name}{'' if each.agent.trainable else ' (not trainable)'}" for each in traces)

@@ -16,6 +16,15 @@ from titan_rl.preflight.checks import problems
 STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
 
+KUHN = """[task]
+name = "titan_rl.ext.agents.kuhn:deals"
+[cold_start]
+steps = 0
+[environment]
+name = "titan_rl.ext.agents.kuhn:play"
+"""
+SEATS = 'seats = ["first", "second"]\n'
+
 
 @pytest.mark.parametrize(
     ("toml", "message"),
@@ -51,6 +60,40 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             'task.agent: expected "", because environment.name = "calc" drives the rollouts, found "os:getcwd"',
         ),
         ('[task]\nname = "calc"\nagent = "os:getcwd"\n[eval]\nsize = 16', ""),
+        (
+            '[environment]\nseats = ["a", "b"]',
+            'environment.seats: expected [], because environment.name and task.agent are empty, found ["a", "b"]',
+        ),
+        (
+            CALC.replace("[eval]", 'seats = ["a", "b"]\n[eval]'),
+            'environment.seats: expected [], because calc has one player, found ["a", "b"]',
+        ),
+        (
+            KUHN + 'seats = ["first", "first"]',
+            'environment.seats: expected at most 64 names, each once, found ["first", "first"]',
+        ),
+        (KUHN + 'seats = ["a b"]', "environment.seats: expected names of letters, digits, - and _, found 'a b'"),
+        (
+            KUHN + SEATS + 'frozen_seats = ["third"]',
+            'environment.frozen_seats: expected some of environment.seats = ["first", "second"], found ["third"]',
+        ),
+        (
+            KUHN + SEATS + 'frozen_seats = ["first", "second"]',
+            "environment.frozen_seats: expected not all of environment.seats, because one has to learn",
+        ),
+        (
+            KUHN + SEATS + '[algorithm]\nadvantage = "greedy"\nnormalize = "none"',
+            'algorithm.advantage: expected another than "greedy", because environment.seats has several players',
+        ),
+        (
+            KUHN + SEATS + "[algorithm]\noverlong_buffer = 2",
+            "algorithm.overlong_buffer: expected 0, because environment.seats has several players, found 2",
+        ),
+        (
+            KUHN + SEATS + '[algorithm]\nadvantage = "role_mean"\nnormalize = "none"\ncredit = "turn"',
+            'algorithm.credit: expected "outcome", because algorithm.advantage = "role_mean" is a mean over whole',
+        ),
+        (KUHN + SEATS + '[algorithm]\nadvantage = "role_mean"\nnormalize = "none"', ""),
         (
             '[environment]\nname = "openenv:http://127.0.0.1:9"\n[hosts]\nisolation = "off"',
             "ConnectionError: expected an OpenEnv server at http://127.0.0.1:9, found URLError",

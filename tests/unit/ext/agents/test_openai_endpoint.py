@@ -14,6 +14,7 @@ import pytest
 from support.agent_rollouts import USER, AgentRollout, Client, chatting, endpoint_client, writing
 from support.played import EOS, LIMITS, encoded
 from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
+from titan_rl.ext.agents.players import Seats
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.user_code import Threads, threads
 from titan_rl.text.template import ChatSettings
@@ -52,7 +53,7 @@ async def test_a_key_opens_its_own_rollout_only_and_only_while_it_runs(tmp_path:
     endpoint = OpenAIEndpoint()
     await endpoint.listen()
     async with aiohttp.ClientSession() as http:
-        with endpoint.opened("5", rollouts[0].session) as (url, key):
+        with endpoint.opened("5", {"": rollouts[0].session}) as (url, key):
             pass
         status, answer = await Client(http, url, key).post("/completions", {"prompt": "7="})
         assert (status, answer["error"]["code"]) == (410, "session_ended")
@@ -112,6 +113,31 @@ async def test_a_rollout_that_calls_two_models_is_refused_by_name(tmp_path: Path
         status, body = await client.post("/chat/completions", {"model": "black", "messages": [USER]})
     assert (status, body["error"]["code"]) == (400, "several_models")
     assert "expected 'white', as in this rollout's earlier requests, found 'black'" in body["error"]["message"]
+
+
+async def test_each_seat_of_an_episode_is_a_model_with_its_own_conversation(tmp_path: Path) -> None:
+    renderer = chatting(tmp_path)
+    white, black = (AgentRollout(renderer, saying(renderer, *texts)) for texts in (("a", "c"), ("b", "d")))
+
+    endpoint = OpenAIEndpoint()
+    await endpoint.listen()
+    async with aiohttp.ClientSession() as http:
+        with endpoint.opened("0", {"white": white.session, "black": black.session}) as (url, key):
+            client = Client(http, url, key)
+            async with http.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"}) as response:
+                assert [model["id"] for model in (await response.json())["data"]] == ["white", "black"]
+            for said in ("a", "c"):
+                answer = await client.chat(
+                    [USER, {"role": "assistant", "content": "a"}, USER][-3 if said == "c" else -1 :], model="white"
+                )
+                assert answer["choices"][0]["message"]["content"] == said
+            assert (await client.chat([USER], model="black"))["choices"][0]["message"]["content"] == "b"
+            status, body = await client.post("/chat/completions", {"model": "red", "messages": [USER]})
+            assert (status, body["error"]["code"]) == (400, "no_such_seat")
+            assert "expected one of environment.seats: white, black; found 'red'" in body["error"]["message"]
+    await endpoint.close()
+    assert [len(branch.turns) for branch in white.recorded.branches()] == [2], "the seat's own turn is continued"
+    assert [len(branch.turns) for branch in black.recorded.branches()] == [1]
 
 
 async def test_a_prompt_that_is_sampled_twice_finds_its_own_node_again(tmp_path: Path) -> None:
@@ -277,7 +303,9 @@ async def test_an_agent_takes_the_keywords_that_it_names_and_a_limit_that_it_let
 
     async def run(function: Callable[..., Any]) -> Any:
         rollout = AgentRollout(renderer, lambda context: [*encoded("8"), EOS], replace(LIMITS, max_turns=1))
-        return await endpoint.run_agent(function, "mine", "0", rollout.session, rollout.recorded.prompt, 4)
+        return await endpoint.run_agent(
+            function, "mine", "0", {"": rollout.session}, rollout.recorded.prompt, 4, Seats()
+        )
 
     outcome = await run(takes_all)
     assert (outcome.reward, outcome.metrics["steps"], outcome.status) == (0.5, 3.0, "completed")

@@ -5,6 +5,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ LIKE = Path(__file__).parents[3] / "support" / "verifiers_like"
 GIVEN: dict[str, Any] = {"prompt": "p", "answer": "a", "seed": 0, "base_url": "http://u/r/0/v1", "api_key": "sk-secret"}
 
 
-def played(row: dict[str, Any], taskset: str = "counting", **args: Any) -> dict[str, Any]:
+def played(row: dict[str, Any], taskset: str = "counting", seats: Sequence[str] = (), **args: Any) -> dict[str, Any]:
     async def play() -> dict[str, Any]:
         external = await ExternalPython.start(
-            sys.executable, f"verifiers:{taskset}", key="task.agent", args=args, agent=True
+            sys.executable, f"verifiers:{taskset}", key="task.agent", args=args, agent=True, seats=seats
         )
         try:
             asyncio.current_task().set_name("0")  # type: ignore[union-attr]
@@ -69,7 +70,9 @@ def test_a_taskset_that_there_is_not_is_named() -> None:
 
 
 def test_seats_that_cannot_be_told_apart_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"that the policy plays, found agent, user: give every other one an endpoint"):
+    with pytest.raises(
+        ValueError, match=r"that the policy plays, found agent, user: list them in environment.seats, or give"
+    ):
         played({}, taskset="user_sim")
 
 
@@ -83,3 +86,20 @@ def test_a_seat_with_an_endpoint_adds_nothing_to_the_reward(monkeypatch: pytest.
 def test_a_frozen_seat_is_not_trained() -> None:
     with pytest.raises(Exception, match=r"traces of seat agent that may be trained on, found agent \(not trainable\)"):
         played({"frozen": True})
+
+
+def test_each_seat_earns_its_own_reward_and_one_that_may_not_be_trained_on_earns_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        found = played({"prompt": "p"}, taskset="user_sim", seats=["agent", "user"])
+    assert found == {"seats": {"agent": 0.75, "user": None}, "agent/turns": 2.0, "user/turns": 2.0}
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    config = json.loads(line)["config"]
+    assert {seat: config[seat]["model"] for seat in ("agent", "user")} == {"agent": "agent", "user": "user"}
+
+
+def test_seats_that_are_not_the_tasksets_agents_are_named() -> None:
+    with pytest.raises(ValueError, match=r"environment\.seats: expected \['agent', 'user'\], the agents of taskset"):
+        played({}, taskset="user_sim", seats=["agent", "judge"])
