@@ -69,7 +69,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         limits = Limits(options.turns, 0, turn_seconds=60, rollout_seconds=600)
         session = AgentSession(prompt, renderer, limits, Waiting(prompt, options.policy_seconds, said).ask)
         messages: list[dict[str, Any]] = [USER]
-        with endpoint.opened(str(number), session) as (url, key):
+        with endpoint.opened(str(number), {"": session}) as (url, key):
             for _ in range(options.turns):
                 body, headers = {"model": "policy", "messages": messages}, {"Authorization": f"Bearer {key}"}
                 async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:

@@ -95,9 +95,17 @@ class Ledger(SelfClosing):
         self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt])
 
     def turn(
-        self, prompt: int, sample: int, attempt: int, turn: int, read: tuple[int, int], completion: Completion
+        self,
+        prompt: int,
+        sample: int,
+        attempt: int,
+        turn: int,
+        read: tuple[int, int],
+        completion: Completion,
+        seat: str = "",
     ) -> None:
-        """An engine has answered turn `turn` of a rollout. `read`: number and checksum of the tokens before it."""
+        """An engine has answered turn `turn` of a rollout, of the player `seat`. `read`: number and checksum of the
+        tokens before it."""
         self._append(
             "turn",
             prompt=prompt,
@@ -107,6 +115,7 @@ class Ledger(SelfClosing):
             read=read,
             tokens=len(completion.tokens),
             digest=digest(completion.tokens, completion.versions),
+            **({"seat": seat} if seat else {}),
         )
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:

@@ -2,7 +2,8 @@
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Environments may report numbers, whose means are "environment/NAME".
-"reward_part/NAME" is the mean of a component of the reward, or of the grader. A set of [eval.sets] logs
+"reward_part/NAME" is the mean of a component of the reward, or of the grader, "reward_seat/NAME" the mean reward of a
+player (environment.seats). A set of [eval.sets] logs
 "eval/NAME/avg@K" and "eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length"
 (docs/operations.md).
 """

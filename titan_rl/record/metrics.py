@@ -149,6 +149,9 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             named[f"environment/{name}"].append(value)
         for name, value in rollout.rewards.items() if rollout.valid else ():
             named[f"reward_part/{name}"].append(value)
+        for seat, reward in rollout.seats.items():
+            if reward is not None:
+                named[f"reward_seat/{seat}"].append(reward)
     return found | {name: fmean(values) for name, values in named.items()}
 
 

@@ -282,6 +282,7 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
                 "sampled": len(turn.completion.tokens),
                 "finish": turn.completion.finish,
                 "reward": turn.reward,
+                **({"seat": turn.seat} if turn.seat else {}),
             }
             for number, branch in enumerate(rollout.branches)
             for turn in branch.turns
@@ -290,6 +291,7 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
         "metrics": dict(rollout.metrics),
         "messages": list(rollout.messages),
         "error": rollout.error,
+        **({"seats": dict(rollout.seats), "trained": dict(rollout.trained)} if rollout.seats else {}),
     }
 
 

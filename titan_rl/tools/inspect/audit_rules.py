@@ -15,6 +15,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from titan_rl.batch.seats import tokens_digest
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.ledger import digest, read_checksum
 from titan_rl.record.lines import is_number, superseded
@@ -204,9 +205,36 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         of = versions[sampled_before : sampled_before + turn["sampled"]]
         if (turn["sampled"], digest(tokens[middle:end], of)) != (answered.tokens, answered.digest):
             yield f"the engine sampled other tokens or versions in turn {turn['turn']}"
+        if turn.get("seat", "") != answered.seat:
+            player = turn.get("seat") or "none"
+            yield f"turn {turn['turn']} is of player {player}, in the ledger of {answered.seat or 'none'}"
         at, sampled_before = end, sampled_before + turn["sampled"]
     if at != len(tokens):
         yield f"its turns have {at} of {len(tokens)} tokens"
+    elif "seats" in rollout:
+        yield from _player_problems(rollout, turns)
+
+
+def _player_problems(rollout: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Compare the digests of the tokens that were trained on with the sampled tokens of the players that have a
+    reward."""
+    seats, logprobs, trained = rollout["seats"], rollout.get("logprobs"), rollout.get("trained")
+    rewards = [*seats.values()] if isinstance(seats, dict) else [...]
+    rewarded = all(reward is None or is_number(reward) for reward in rewards)
+    if not (rewarded and isinstance(logprobs, list) and isinstance(trained, dict)):
+        yield f"expected a reward and a digest of each player, found {str(seats)[:80]}, {str(trained)[:80]}"
+        return
+    own, at = defaultdict[str, list[int]](list), 0
+    for turn in turns:
+        at += turn["read"] + turn["sampled"]
+        sampled = range(at - turn["sampled"], at)
+        own[turn.get("seat", "")] += [rollout["tokens"][i] for i in sampled if is_number(logprobs[i])]
+    nothing = tokens_digest(())
+    for seat, digest_of_seat in trained.items():
+        if seats.get(seat) is None and digest_of_seat != nothing:
+            yield f"it was trained on tokens of {seat}, which has no reward"
+        elif digest_of_seat not in (nothing, tokens_digest([own[seat]])):
+            yield f"it was trained on tokens that {seat} did not sample"
 
 
 def metrics_agree(history: LedgerHistory) -> Iterator[str]:

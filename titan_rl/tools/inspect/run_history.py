@@ -39,6 +39,7 @@ class RecordedTurn(NamedTuple):
     read: Sequence[int]  # number and checksum of all the tokens before it
     tokens: int
     digest: int
+    seat: str = ""  # the player
 
 
 @dataclass(slots=True)
@@ -228,7 +229,7 @@ class LedgerHistory:
 
     def _turn(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         turns = prompt.turns.setdefault((event["sample"], event["attempt"]), {})
-        turns[event["turn"]] = RecordedTurn(event["read"], event["tokens"], event["digest"])
+        turns[event["turn"]] = RecordedTurn(event["read"], event["tokens"], event["digest"], event.get("seat", ""))
 
     def _sampled(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         id, versions, tokens = event["prompt"], event["versions"], event["tokens"]

@@ -163,7 +163,8 @@ def sample_lines(
     yield from header(sample, width)
     for message in conversation(sample):
         role = str(message.get("role"))
-        name = f" {message['name']}" if role in OTHERS and message.get("name") else ""
+        named = message.get("name") and (role in OTHERS or sample.seats)
+        name = f" {message['name']}" if named else ""
         text = text_of(message)
         yield Text(printed(role + name), {**ROLES, **OTHERS}.get(role, "cyan") + " bold")
         folded = 0
@@ -190,8 +191,10 @@ def header(sample: RunSample, width: int) -> Iterator[Text]:
     yield from wrapped(_judged(sample), width)
     facts = [f"{sample.sampled} tokens", ending(sample)]
     facts += [f"{len(sample.turns)} turns"] if len(sample.turns) > 1 else []
-    branches = {str(turn.get("branch")) for turn in sample.turns}
-    facts += [f"{len(branches)} branches: the text before a turn was changed"] if len(branches) > 1 else []
+    branches = len({str(turn.get("branch")) for turn in sample.turns})
+    players = len({str(turn.get("seat", "")) for turn in sample.turns})
+    facts += [f"{players} players"] if players > 1 else []
+    facts += [f"{branches} branches: the text before a turn was changed"] if branches > max(players, 1) else []
     facts += [f"attempt {sample.attempts}"] if sample.attempts > 1 else []
     if not sample.set:
         facts.append(f"policy age {sample.age}")
@@ -211,6 +214,9 @@ def _judged(sample: RunSample) -> Text:
     line = Text.assemble(("no reward" if sample.reward is None else f"reward {number(sample.reward)}", style))
     if sample.rewards:
         line.append(printed(f" ({', '.join(f'{name} {number(value)}' for name, value in sample.rewards.items())})"))
+    if sample.seats:
+        shown = (f"{seat} {'frozen' if r is None else number(r)}" for seat, r in sample.seats.items())
+        line.append(printed(f" · {', '.join(shown)}"))
     if sample.penalty:
         line.append(f" · penalty {number(sample.penalty)}")
     if sample.advantage is not None:
@@ -285,6 +291,7 @@ def as_data(sample: RunSample, *, tokens: bool = False) -> dict[str, Any]:
         "row": sample.where or None,
         "reward": sample.reward,
         "rewards": sample.rewards,
+        **({"seats": sample.seats} if sample.seats else {}),
         "penalty": sample.penalty,
         "advantage": sample.advantage,
         "tokens": sample.sampled,

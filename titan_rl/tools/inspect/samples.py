@@ -23,7 +23,7 @@ STEP = re.compile(rb'\{"kind": ?"\w+", ?"step": ?(\d+), ?(?:"prompt_id": ?(\d+))
 NUMBERS = frozenset((int, float, type(None)))
 OPTIONAL: Mapping[str, type] = {
     **dict.fromkeys(("turns", "messages"), list),
-    **dict.fromkeys(("rewards", "metrics"), dict),
+    **dict.fromkeys(("rewards", "metrics", "seats"), dict),
     **dict.fromkeys(("status", "error", "where"), str),
     "attempts": int,
 }
@@ -61,6 +61,7 @@ class RunSample:
     set: str = ""  # name; empty: a training sample
     where: str = ""  # the row of its data, if it is known
     opening: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, if they are known
+    seats: Mapping[str, float | None] = field(default_factory=dict)  # reward of each player; None: not trained on
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> "RunSample":
@@ -272,6 +273,6 @@ def _optional(line: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: _typed(line[key], kind) for key, kind in OPTIONAL.items() if line.get(key) is not None}
     for key in found.keys() & {"turns", "messages"}:
         _dicts(found[key])
-    for key in found.keys() & {"rewards", "metrics"}:
+    for key in found.keys() & {"rewards", "metrics", "seats"}:
         _numbers(list(found[key].values()))
     return found

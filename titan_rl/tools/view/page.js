@@ -374,7 +374,7 @@ function sampleView(sample, group, settings) {
 function turnView(message, index, count, settings) {
   const body = [message.content ? el("div", { class: "text" }, marked(message.content, settings.q)) : null, (message.calls || []).map((call) => el("div", { class: "text" }, "→ ", marked(call, settings.q)))];
   const size = (message.content || "").length, open = message.role !== "system" && (size < 1200 || index === count - 1);
-  return el("details", { class: "turn " + message.role.replace(/[^a-z]/g, ""), open }, el("summary", {}, `${message.role}${message.calls ? " calls a tool" : ""} (${size.toLocaleString("en")})`), body);
+  return el("details", { class: "turn " + message.role.replace(/[^a-z]/g, ""), open }, el("summary", {}, `${message.role}${message.name ? ` ${message.name}` : ""}${message.calls ? " calls a tool" : ""} (${size.toLocaleString("en")})`), body);
 }
 function tokens(sample, settings) {
   const how = settings.colour || "mask", box = el("div", { class: "text" });

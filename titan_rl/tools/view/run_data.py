@@ -332,7 +332,7 @@ def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> 
         "reward": _short(sample.reward),
         "penalty": _short(sample.penalty),
         "advantage": _short(sample.advantage),
-        "rewards": {name: _short(value) for name, value in sample.rewards.items()},
+        "rewards": {name: _short(value) for name, value in {**sample.rewards, **sample.seats}.items()},
         "finish": sample.finish,
         "status": sample.status,
         "cut_off": sample.truncated,
@@ -352,6 +352,8 @@ def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> 
 def _message(message: Mapping[str, Any]) -> Json:
     content = message.get("content")
     shown: Json = {"role": str(message.get("role", "")), "content": content if content is None else _text(content)}
+    if message.get("name"):
+        shown["name"] = str(message["name"])
     calls = message.get("tool_calls")
     if calls:
         shown["calls"] = [_text(call.get("function", call) if isinstance(call, dict) else call) for call in calls]

@@ -1,0 +1,95 @@
+"""Whole runs whose episodes have several players."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.forging import rollouts
+from support.outputs import losses, sampled
+from support.running import Run, Runs
+from titan_rl.tools.inspect.audit_rules import audit
+
+FEW: dict[str, Any] = {
+    "cold_start__steps": 0,
+    "training__steps": 4,
+    "rollout__groups_per_step": 6,
+    "rollout__group_size": 4,
+    "environment__concurrency": 16,
+    "generator__max_num_seqs": 24,
+}
+ROLE_MEAN = {"algorithm__advantage": "role_mean", "rollout__group_size": 1, "rollout__groups_per_step": 24}
+
+
+def tokens_of(run: Run, seat: str) -> int:
+    turns = [turn for line in run.lines("rollouts.jsonl") for turn in line["turns"]]
+    return sum(turn["sampled"] for turn in turns if turn["seat"] == seat)
+
+
+def trained_on(run: Run) -> float:
+    return sum(step["tokens/trained"] for step in run.lines("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("keys", [{}, ROLE_MEAN], ids=["group", "role_mean"])
+def test_a_run_that_is_stopped_and_loses_an_environment_is_one_that_is_not(
+    runs: Runs, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    keys = {**FEW, **keys, "training__steps": 16}
+    whole = runs.finish(tmp_path / "whole", "kuhn_llama", **keys)
+    assert trained_on(whole) == tokens_of(whole, "first") + tokens_of(whole, "second")
+    assert all(line["reward_seat/first"] == -line["reward_seat/second"] for line in whole.lines("metrics.jsonl"))
+    part = runs.start(tmp_path / "part", "kuhn_llama", **keys)
+    part.wait_for_step(1)
+    os.kill(part.workers()["environment0[env=0]"], signal.SIGKILL)
+    part.wait_for_step(2)
+    part.process.send_signal(signal.SIGINT)
+    part.finish()
+    resumed = runs.finish(tmp_path / "part", "kuhn_llama", **keys)
+    assert losses(resumed) == losses(whole)
+    assert sampled(resumed) == sampled(whole)
+    assert audit(resumed.folder)[0] == []
+
+
+def test_no_token_of_a_frozen_player_is_trained_on_and_the_audit_finds_a_forged_one(runs: Runs, tmp_path: Path) -> None:
+    run = runs.finish(tmp_path / "run", "kuhn_llama", **FEW, environment__frozen_seats='["second"]')
+    assert trained_on(run) == tokens_of(run, "first") > 0
+    assert tokens_of(run, "second") > 0
+    assert audit(run.folder)[0] == []
+    assert "reward_seat/second" not in run.lines("metrics.jsonl")[0]
+
+    def thaw(lines: list[dict[str, Any]]) -> None:
+        lines[0]["trained"]["second"] = lines[0]["trained"]["first"]
+
+    def exchange(lines: list[dict[str, Any]]) -> None:
+        for turn in lines[0]["turns"]:
+            turn["seat"] = {"first": "second", "second": "first"}[turn["seat"]]
+
+    for name, forge, problem in (
+        ("thaw", thaw, "it was trained on tokens of second, which has no reward"),
+        ("exchange", exchange, "is of player second, in the ledger of first"),
+    ):
+        shutil.copytree(run.folder, tmp_path / name)
+        rollouts(forge)(tmp_path / name)
+        assert any(problem in found for found in audit(tmp_path / name)[0])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"generator__dtype": "bfloat16", "rollout__max_staleness_steps": 1, "environment__lockstep": False},
+        {"lora__rank": 8, "lora__sync": "adapter"},
+        {"training__stream_groups": 2, "rollout__max_staleness_steps": 1, "environment__lockstep": False},
+    ],
+    ids=["bfloat16_lag", "adapters", "streamed"],
+)
+def test_players_learn_beside_other_features(runs: Runs, tmp_path: Path, keys: dict[str, Any]) -> None:
+    run = runs.finish(tmp_path / "run", "kuhn_llama", **FEW, **keys)
+    assert trained_on(run) == tokens_of(run, "first") + tokens_of(run, "second")
+    assert audit(run.folder)[0] == []
+    lines = run.lines("rollouts.jsonl")
+    assert all(line["seats"]["first"] == -line["seats"]["second"] for line in lines)
+    assert json.dumps(lines).count('"name": "second"') > 0
