@@ -165,7 +165,7 @@ def kinds(config: Mapping[str, Any], layers: int) -> list[str]:
 
 def block(config: Mapping[str, Any], layer: int, kind: str) -> ScaledBlock.Config:
     dim, eps, full = config["hidden_size"], config["rms_norm_eps"], kind == FULL
-    own = (config.get("per_layer_config") or {}).get(str(layer), {})
+    own = {int(number): keys for number, keys in (config.get("per_layer_config") or {}).items()}.get(layer, {})
     if full and "per_layer_config" not in config:
         own = {"head_dim": config.get("global_head_dim", FULL_HEAD_DIM)}
         if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):

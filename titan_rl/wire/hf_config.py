@@ -160,7 +160,7 @@ def _unsupported_heads(config: Mapping[str, Any], parts: FamilyParts) -> Iterato
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # transformers' default is 2
         if labels != 1:
             yield refused("num_labels", "1, as a reward is one number", labels)
-    if config.get("tie_word_embeddings") and not parts.ties:
+    elif config.get("tie_word_embeddings") and not parts.ties:  # a value head has nothing to tie
         yield refused("tie_word_embeddings", f"false, as vLLM ignores it for {known[0]}", True)
 
 

@@ -191,6 +191,7 @@ FAMILIES: dict[Family, FamilyParts] = {
         full_every=2,
         one_rope=True,
         rope_theta=1.5e5,
+        ties=False,
         rope_types=("yarn",),
     ),
     "glm4_moe": FamilyParts(  # GLM-4.5, 4.5-Air, 4.6, 4.7

@@ -387,7 +387,7 @@ class ModelShape:
             head=head,
             experts=experts_of(config) if routed else 0,
             experts_per_token=config["num_experts_per_tok"] if routed else 0,
-            norm_routes=routed and bool(config.get("norm_topk_prob", parts.clamped_experts or biased)),
+            norm_routes=parts.clamped_experts or (routed and bool(config.get("norm_topk_prob", biased))),
             dense_layers=config.get("first_k_dense_replace", 1) if biased else 0,
             dense_hidden_dim=config["intermediate_size"] if biased else 0,
             shared_experts=config.get("n_shared_experts", 1) if biased else 0,

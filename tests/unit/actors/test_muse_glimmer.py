@@ -123,3 +123,12 @@ def test_a_users_function_builds_the_model(folder: Path, monkeypatch: pytest.Mon
         assert problem in str(error.value)
     with pytest.raises(ValueError, match=r"required by model\.spec"):
         shape_of(ModelSection(spec="support.own_specs:own"))
+
+
+def test_gemma_4s_layers_have_their_own_heads_in_a_deep_model(tmp_path: Path) -> None:
+    """transformers writes their numbers with a zero in front, from ten layers on."""
+    keys = gemma4.drawn(0) | {"num_hidden_layers": 11, "head_dim": 32, "global_head_dim": 64, "layer_types": None}
+    folder = gemma4.make_folder(tmp_path, keys)
+    assert "05" in json.loads((folder / "config.json").read_text())["per_layer_config"]
+    tensors = load_file(folder / "model.safetensors")
+    assert shape_with(folder).folder_tensors() == {name: tuple(w.shape) for name, w in tensors.items()}

@@ -375,6 +375,11 @@ def test_a_config_of_transformers_4_means_what_transformers_5_reads_from_it(kind
         ),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected a 0 or a 1 for each of 2 layers, found [1]"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "sliding_attention and full_attention in turn, as vLLM"),
+        (
+            "gpt_oss",
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings: expected false, as vLLM ignores it for GptOss",
+        ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit: expected 7.0, as vLLM computes, found 5.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: expected 1.702, as vLLM computes, found 1.0"),
         ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps: expected 1e-05, as vLLM computes, found 1e-06"),
