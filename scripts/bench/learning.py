@@ -51,33 +51,58 @@ MACHINES = {
     "avx2, compatible sums": emulated("avx2", "SSE41", "COMPATIBLE", 1),
 }
 """ATEN_CPU_CAPABILITY selects torch's kernels, ONEDNN_MAX_CPU_ISA oneDNN's, MKL_CBWR the matrix products."""
+MODELS = ("Muse Glimmer", "Gemma 4")
 GRID = ("as it is", "avx2, 2 threads", "sse4", "avx2, compatible sums")
 """Machines whose curves differed on an AMD EPYC with AVX-512. There "avx512" gave the curve of "as it is", "avx" that
 of "sse4", and a second thread changed no bit."""
 
 
-def learning(path: Path, config: str, machines: Sequence[str], seeds: Sequence[int], rows: Sequence[Any]) -> None:
-    """Run the cases without a row, machine by machine, and append a row after each run."""
+def toy_folder(model: str, folder: Path) -> None:
+    """Write a model of grpo_llama's sizes, with random weights and the built-in tokenizer."""
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from support import gemma4, muse_glimmer
+
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    }
+    if model == "Muse Glimmer":
+        muse_glimmer.make_model(folder, **sizes)
+        return
+    own = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    own |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True}
+    gemma4.make_model(folder, gemma4.drawn(0) | sizes | own | {"final_logit_softcapping": 20.0})
+
+
+def learning(
+    path: Path, config: str, machines: Sequence[str], seeds: Sequence[int], rows: Sequence[Any], model: str = ""
+) -> None:
+    """Run the cases without a row, machine by machine, and append a row after each run. `model`: in place of the
+    config's."""
+    case = f"{config} as {model}" if model else config
     there = {(row["config"], row["variant"], int(row["seed"])) for row in rows}
     for seed in seeds:
         for name in machines:
-            if (config, name, seed) not in there:
-                row = {"config": config, "variant": name, "seed": seed} | measured(config, MACHINES[name], seed)
+            if (case, name, seed) not in there:
+                row = {"config": case, "variant": name, "seed": seed} | measured(config, MACHINES[name], seed, model)
                 append_rows(path, [row | ran_on()])
-                print(f"{config}, {name}, seed {seed}: {row['start']} -> {row['final']}, {row['wall_s']} s", flush=True)
+                print(f"{case}, {name}, seed {seed}: {row['start']} -> {row['final']}, {row['wall_s']} s", flush=True)
 
 
-def measured(config: str, machine: Emulated, seed: int) -> dict[str, Any]:
+def measured(config: str, machine: Emulated, seed: int, model: str = "") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        keys = {"debug.seed": seed, "hosts.threads": machine.threads, "job.dump_folder": folder}
+        keys = {"debug.seed": seed, "hosts.threads": machine.threads, "job.dump_folder": f"{folder}/run"}
+        if model:
+            toy_folder(model, Path(folder, "model"))
+            keys |= {"model.name": "auto", "model.hf_assets_path": f"{folder}/model"}
         command = [sys.executable, "-m", "titan_rl.run", "--config", config]
         command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
         env = {**CONTROLLER_ENV, **os.environ, **machine.env, "OMP_NUM_THREADS": str(machine.threads)}
         began = time.monotonic()
         cpu = run_counted(command, env)
         wall = time.monotonic() - began
-        lines = metric_lines(Path(folder), "cold_start", "eval", "rl", "fit")
-        summary = json.loads((Path(folder) / "summary.json").read_text())
+        lines = metric_lines(Path(folder, "run"), "cold_start", "eval", "rl", "fit")
+        summary = json.loads(Path(folder, "run/summary.json").read_text())
     scored = [line for line in lines if EVAL_SCORE in line and line["kind"] != "cold_start"]
     curve = {line["step"]: f"{line[EVAL_SCORE]:.4f}" for line in scored}
     return {
