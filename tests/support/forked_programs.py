@@ -17,6 +17,10 @@ from titan_rl.meshes.starter import WORKER_ENV, Kind
 SECONDS = 300.0
 RANK = Path("monarch/_src/actor/bootstrap_main.py")  # the program of a rank, in place of which this one runs
 
+TESTS = Path(__file__).parents[1]
+IMPORTS = f"""import sys
+sys.path += [{str(TESTS)!r}, {str(TESTS.parent / "scripts")!r}]
+"""  # first lines of a program that imports tests/support
 BEGIN = """import sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "monarch"]:
     del sys.modules[name]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bench.family_folders import make_folder
-from support.forked_programs import results_of
+from support.forked_programs import IMPORTS, results_of
 from support.gloo_ranks import on_ranks
 from support.rank_programs import MESHES
 from support.running import Runs
@@ -23,62 +23,28 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.text.tokenizer import build
 from titan_rl.wire.model_shape import ROUTE_BIAS
 
-ENGINE = f"""
-import sys
-sys.path.append({str(Path(__file__).parents[2] / "scripts")!r})
-"""
-ENGINE += """
-import asyncio, json
+ENGINE = (
+    IMPORTS
+    + """
+import json
 from pathlib import Path
 import torch
-from bench.family_ranks import tensors_of
-from titan_rl.actors.sync.halves import Halves
-from titan_rl.actors.sync.held_shards import local_tensors
-from titan_rl.actors.sync.landing import Landing
-from titan_rl.actors.sync.staging import Staging
-from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import verify_complete
-from titan_rl.config.sections import WeightSyncSection
-from titan_rl.wire.model_shape import OF_ROUTER, planned, shape_of_folder
-from titan_rl.wire.types import Request, Sampling
-from titan_rl.wire.weight_plan import Shard, plan
-from titan_rl.wire.weight_source import Source
+from support.synced_engine import SyncedEngine
+from titan_rl.wire.model_shape import OF_ROUTER
 
 dtype, *folders = sys.argv[1:]
 folders = [Path(folder) for folder in folders]
-shape = shape_of_folder(str(folders[0]), "folder")
-room = {"max_model_len": 128, "kv_cache_memory_mb": 32, "dtype": dtype, "shape": shape}
-engine = Engine(EngineSettings(model_dir=str(folders[0]), **room))
-verify_complete(engine.info.shapes, engine.layout.shapes)
-weights = {name: w.clone() for name, w in tensors_of(folders[0], shape).items()}
-shards = planned([Shard(name, 0, len(w), 0, w[0].numel()) for name, w in weights.items()], shape, dtype)
-copies = plan([shards], [engine.layout.pieces]).outgoing(0)
-view = (lambda params: Halves(local_tensors(params), shape, dtype)) if shape.halves(dtype) else local_tensors
-staging = Staging(weights, copies, getattr(torch, dtype), block_bytes=1 << 14, view=view)
-source = Source(0, staging.offer(remote=False)[0], copies[0], dtype, 1 << 14)
-landing = Landing(engine.params(), [source], WeightSyncSection(verify="live"))
-
-async def sync(version):
-    await landing.fetch_weights([staging.pack(version, version % 2, version + 1)[0]], 30)
-    engine.suspend()
-    await landing.write_weights(30)
-    engine.set_version(version)
-
-for version, folder in enumerate(folders):
-    for name, w in tensors_of(folder, shape).items():
-        weights[name].copy_(w)
-    asyncio.run(sync(version))
-    engine.add([Request("r", [1, 5, 6, 7], list(range(4)), Sampling(40, 1.0))])
-    completions = []
-    while engine.busy:
-        completions += [c for done in engine.step() for c in done.completions]
-    (live,) = engine._llm.apply_model(lambda model: dict(model.named_parameters()))
-    routers = {name: w for name, w in weights.items() if name.endswith(OF_ROUTER)}
-    assert len(routers) == 2 * shape.routed_layers and all(live[name].dtype == torch.float32 for name in routers)
+synced = SyncedEngine(folders[0], folders[0], dtype)
+for completions in synced.sampled(folders):
+    (live,) = synced.engine._llm.apply_model(lambda model: dict(model.named_parameters()))
+    routers = {name: w for name, w in synced.weights.items() if name.endswith(OF_ROUTER)}
+    assert len(routers) == 2 * synced.shape.routed_layers
+    assert all(live[name].dtype == torch.float32 for name in routers)
     sent = {name: w if "bias" in name else w.to(getattr(torch, dtype)).float() for name, w in routers.items()}
     exact = [torch.equal(live[name], w) for name, w in sent.items()]
     print("FOUND", json.dumps([exact, [[c.tokens, c.logprobs] for c in completions]]))
 """
+)
 
 
 def logprobs_of(folder: Path, dtype: str, tokens: list[int]) -> np.ndarray:

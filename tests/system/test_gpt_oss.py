@@ -8,52 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.family_folders import make_folder
-from support.forked_programs import results_of
+from support.forked_programs import IMPORTS, results_of
 
-ENGINE = f"""
-import sys
-sys.path.append({str(Path(__file__).parents[2] / "scripts")!r})
-"""
-ENGINE += """
-import asyncio, json
+ENGINE = (
+    IMPORTS
+    + """
+import json
 from pathlib import Path
-import torch
-from bench.family_ranks import tensors_of
-from titan_rl.actors.sync.landing import Landing
-from titan_rl.actors.sync.staging import Staging
-from titan_rl.actors.vllm.engine import Engine, EngineSettings
-from titan_rl.actors.vllm.vllm_params import verify_complete
-from titan_rl.wire.model_shape import shape_of_folder
-from titan_rl.wire.types import Request, Sampling
-from titan_rl.wire.weight_plan import Shard, plan
-from titan_rl.wire.weight_source import Source
+from support.synced_engine import SyncedEngine
 
-quantized, *folders = [Path(folder) for folder in sys.argv[1:]]
-shape = shape_of_folder(str(quantized), "folder")
-engine = Engine(EngineSettings(model_dir=str(quantized), max_model_len=128, kv_cache_memory_mb=32, shape=shape))
-verify_complete(engine.info.shapes, engine.layout.shapes)
-weights = {name: w.clone() for name, w in tensors_of(folders[0], shape).items()}
-shards = [Shard(name, 0, len(w), 0, w[0].numel()) for name, w in weights.items()]
-copies = plan([shards], [engine.layout.pieces]).outgoing(0)
-staging = Staging(weights, copies, torch.float32, block_bytes=1 << 14)
-landing = Landing(engine.params(), [Source(0, staging.offer(remote=False)[0], copies[0], "float32", 1 << 14)])
-
-async def sync(version):
-    await landing.fetch_weights([staging.pack(version, version % 2, version + 1)[0]], 30)
-    engine.suspend()
-    await landing.write_weights(30)
-    engine.set_version(version)
-
-for version, folder in enumerate(folders):
-    for name, w in tensors_of(folder, shape).items():
-        weights[name].copy_(w)
-    asyncio.run(sync(version))
-    engine.add([Request("r", [1, 5, 6, 7], list(range(4)), Sampling(40, 1.0))])
-    completions = []
-    while engine.busy:
-        completions += [c for done in engine.step() for c in done.completions]
+quantized, *folders = map(Path, sys.argv[1:])
+for completions in SyncedEngine(quantized, folders[0]).sampled(folders):
     print("FOUND", json.dumps([[c.tokens, c.logprobs] for c in completions]))
 """
+)
 
 
 def test_all_weights_of_a_version_are_computed_with(tmp_path: Path) -> None:
