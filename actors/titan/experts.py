@@ -108,7 +108,8 @@ class Float32Gate(Linear):
 
 class Router(TokenChoiceTopKRouter):
     """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward. With a
-    bias, those whose sigmoids are the largest after it is added; their weights are without it.
+    bias, those whose sigmoids are the largest after it is added; their weights are without it. With groups, those of
+    the groups whose two largest ones add up to the most.
 
     Where the engine's experts are known it takes those, with its own probabilities, so that its gradient stays. They
     are an attribute, because a backward that computes a block again must find what its forward found."""
@@ -130,6 +131,8 @@ class Router(TokenChoiceTopKRouter):
         logits_BLE = self.gate(x_BLD).float()
         probs_BLE = F.softmax(logits_BLE, dim=-1) if self.score_func == "softmax" else logits_BLE.sigmoid()
         choice_BLE = probs_BLE if expert_bias_E is None else probs_BLE + expert_bias_E
+        if self.num_expert_groups is not None:
+            choice_BLE = self._get_node_limited_routing_scores(choice_BLE)
         _, ids_BLK = torch.topk(choice_BLE, k=self.top_k, dim=-1)
         if self.replayed_BLK is not None and self.filled_BL is not None:
             ids_BLK = self._replayed(ids_BLK, self.replayed_BLK, self.filled_BL)
@@ -261,6 +264,8 @@ def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) 
             score_func="sigmoid" if biased else "softmax",
             route_norm=shape.norm_routes,
             route_scale=shape.route_scale,
+            num_expert_groups=shape.route_groups or None,
+            num_limited_groups=shape.groups_per_token or None,
         ),
         routed_experts=make_routed_experts_config(
             dim=shape.dim,

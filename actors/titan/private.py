@@ -20,7 +20,9 @@ FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     TorchTitan compiles them when it is imported. While a rank imports it, actors/imports.py puts that off to their
     first call.
 MoEStateDictAdapter._caculate_indices_from_placements
-    TorchTitan's does not know replicated experts; spec.py's Adapter extends it.
+    TorchTitan's does not know replicated experts; spec.py's OfReplicatedExperts extends it.
+TokenChoiceTopKRouter._get_node_limited_routing_scores
+    Which groups' experts a token may pass. TorchTitan's forward, which experts.py's Router replaces, asks it.
 MuseGlimmerStateDictAdapter._permute, _reverse_permute
     TorchTitan's reorder rows of q and k for rotary embeddings of pairs; muse_glimmer.py's MuseGlimmerAdapter does not.
 FileWriter

@@ -14,19 +14,22 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
+from torchtitan.config import derive
 from torchtitan.models import qwen3
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.actors.titan import family_parts, private
 from titan_rl.actors.titan.adaptation import Adaptation
-from titan_rl.actors.titan.experts import moe_config
+from titan_rl.actors.titan.experts import Mixture, moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
 from titan_rl.wire.model_families import BEFORE, NormPlace
 from titan_rl.wire.model_shape import ROUTE_BIAS, ModelShape, SpecShape
@@ -54,8 +57,8 @@ Init = dict[str, Callable[..., Any]]
 
 
 class Adapter(Qwen3StateDictAdapter):
-    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v, with the norms of a
-    family, and with experts that are replicated."""
+    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v, and with the norms of a
+    family."""
 
     norms: Mapping[str, NormPlace] = BEFORE
     gpt_oss: bool = False  # sinks, biases everywhere, and its kind of experts
@@ -85,6 +88,10 @@ class Adapter(Qwen3StateDictAdapter):
             stacks[hf.replace(".{}", "")] = state_dict[name]
         others = {name: value for name, value in state_dict.items() if not (self.gpt_oss and STACKED in name)}
         return super().to_hf(others) | stacks
+
+
+class OfReplicatedExperts(MoEStateDictAdapter):
+    """A translation of experts that may be replicated."""
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple[Placement, ...], device_mesh: DeviceMesh
@@ -167,6 +174,8 @@ def given_spec(shape: SpecShape, seq_len: int) -> ModelSpec:
     model: Any = spec.model
     for layer in model.layers:
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=seq_len)
+        if type(getattr(layer, "moe", None)) is MoE.Config:
+            layer.moe = derive(layer.moe, Mixture.Config)
     return spec
 
 
@@ -255,8 +264,10 @@ def norm(shape: ModelShape, size: int, *, wide: bool = False) -> RMSNorm.Config:
 
 def adapter(spec: ModelSpec, assets: str | None) -> Any:
     """TorchTitan's translation to and from Hugging Face tensors. (Its type is a base class without the name map.)"""
-    assert spec.state_dict_adapter is not None
-    return spec.state_dict_adapter(spec.model, assets)
+    kind: Any = spec.state_dict_adapter
+    if issubclass(kind, MoEStateDictAdapter):
+        kind = type(kind.__name__, (OfReplicatedExperts, kind), {})
+    return kind(spec.model, assets)
 
 
 def plain(name: str) -> str:

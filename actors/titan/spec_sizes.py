@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.moe import GroupedExperts
 
+from titan_rl.actors.titan.experts import route_biases
 from titan_rl.actors.titan.spec import adapter, hf_names, spec_of
 
 
@@ -23,17 +25,17 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         inner = getattr(layer.attention, "inner_attention", None)
         if not isinstance(inner, VarlenAttention.Config):
             raise ValueError(f"expected VarlenAttention in layer {i}, found {type(inner).__qualname__}")
-        if getattr(layer, "moe", None) is not None:
-            raise ValueError(f"expected a dense model, found experts in layer {i}")
-    attention, feed_forward, eps = model.first_attention, model.layers[0].feed_forward, model.norm.eps
+    attention, eps = model.first_attention, model.norm.eps
+    latent = getattr(attention, "kv_lora_rank", None)
     return {
         "vocab_size": model.vocab_size,
         "dim": model.dim,
         "n_layers": len(model.layers),
         "n_heads": attention.n_heads,
         "n_kv_heads": getattr(attention, "n_kv_heads", None) or attention.n_heads,
-        "head_dim": getattr(attention, "head_dim", None) or model.dim // attention.n_heads,
-        "hidden_dim": feed_forward.w1.out_features,
+        "head_dim": _head_dim(attention, model.dim),
+        "latent_dim": latent + attention.qk_rope_head_dim if latent else 0,
+        **_feed_forwards(model.layers),
         "max_seq_len": model.max_seq_len,
         "rope_theta": attention.rope.theta,
         "norm_eps": eps,
@@ -42,20 +44,68 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _head_dim(attention: Any, dim: int) -> int:
+    if hasattr(attention, "qk_nope_head_dim"):
+        return attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    return getattr(attention, "head_dim", None) or dim // attention.n_heads
+
+
+def _feed_forwards(layers: list[Any]) -> dict[str, int]:
+    """Return the fields that describe feed-forwards and experts."""
+    mixtures = [getattr(layer, "moe", None) for layer in layers]
+    routed = [moe for moe in mixtures if moe is not None]
+    if not routed:
+        return {"hidden_dim": layers[0].feed_forward.w1.out_features}
+    dense, kinds = len(layers) - len(routed), {_experts(moe) for moe in routed}
+    if any(mixtures[:dense]):
+        raise ValueError(f"expected experts in all layers from one on, found them in layer {mixtures.index(routed[0])}")
+    if len(kinds) > 1:
+        raise ValueError(f"expected experts of one kind, found (experts, each token's, rows, shared rows) {kinds}")
+    ((experts, each, rows, shared),) = kinds
+    if shared % rows:
+        raise ValueError(f"expected shared experts with a multiple of {rows} rows, as an expert has, found {shared}")
+    return {
+        "hidden_dim": rows,
+        "dense_layers": dense,
+        "dense_hidden_dim": layers[0].feed_forward.w1.out_features if dense else 0,
+        "experts": experts,
+        "experts_per_token": each,
+        "shared_experts": shared // rows,
+    }
+
+
+def _experts(moe: Any) -> tuple[int, int, int, int]:
+    if type(moe.routed_experts.inner_experts) is not GroupedExperts.Config:
+        raise ValueError(f"expected GroupedExperts, found {type(moe.routed_experts.inner_experts).__qualname__}")
+    shared = moe.shared_experts.w1.out_features if moe.shared_experts else 0
+    return moe.num_experts, moe.router.top_k, moe.routed_experts.inner_experts.hidden_dim, shared
+
+
 def tensors(spec: Any) -> dict[str, list[int]]:
-    """Return the sizes of the folder's tensors by name. Each must be a parameter as it is: a shard of the model is then
-    a rectangle of the folder's tensors, which is what checkpoints, exports and weight syncs move."""
+    """Return the sizes of the folder's tensors by name. Each must be a parameter as it is, or an expert's matrix in a
+    stack: a shard of the model is then a rectangle of the folder's tensors, which is what checkpoints, exports and
+    weight syncs move. Biases of routers are buffers, which stay as they are read."""
     with torch.device("meta"):
         model = spec.model.build()
     state, translate = model.state_dict(), adapter(spec, None)
     if spec.model.enable_weight_tying:
         del state["lm_head.weight"]
-    for name, value in state.items():
-        if [id(tensor) for tensor in translate.to_hf({name: value}).values()] != [id(value)]:
+    biases, sizes = {name for name, _ in route_biases(model)}, dict[str, list[int]]()
+    for name, hf_name in hf_names(spec, list(state)).items():
+        own = dict(enumerate(state[name])) if "{}" in hf_name else {0: state[name]}
+        own = {hf_name.format(i): part for i, part in own.items()}
+        found = translate.to_hf({name: state[name]})
+        if {n: _place(part) for n, part in own.items()} != {n: _place(part) for n, part in found.items()}:
             raise ValueError(f"expected an adapter that only renames tensors, found that it changes {name}")
-    if buffers := sorted(state.keys() - dict(model.named_parameters()).keys()):
-        raise ValueError(f"expected no buffers in a checkpoint, found {buffers[0]}")
-    return {hf_name: list(state[name].shape) for name, hf_name in hf_names(spec, list(state)).items()}
+        sizes |= {n: list(part.shape) for n, part in own.items()}
+    if buffers := sorted(state.keys() - dict(model.named_parameters()).keys() - biases):
+        raise ValueError(f"expected no buffers in a checkpoint but biases of routers, found {buffers[0]}")
+    return sizes
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return which elements of which storage a tensor has."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 if __name__ == "__main__":

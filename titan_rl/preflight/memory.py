@@ -263,6 +263,8 @@ def adapter_slots(config: Config, shape: ModelShape, slots: int) -> MemoryPart:
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    if shape.latent_dim:  # each rank has all of it
+        return shape.n_layers * shape.latent_dim * BYTES[config.generator.dtype]
     heads = max(1, shape.n_kv_heads // config.generator.tensor_parallel_degree)
     return 2 * shape.n_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 

@@ -208,15 +208,15 @@ def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Itera
         if config.get("attention_bias") is False:
             yield refused("attention_bias", "true", False)
     if parts.biased_routes:
-        yield from _unsupported_biased_routes(config)
+        yield from unsupported_routes(config)
     if config.get("decoder_sparse_step", 1) != 1:
         yield refused("decoder_sparse_step", "1: experts in every layer", config["decoder_sparse_step"])
     if config.get("mlp_only_layers"):
         yield refused("mlp_only_layers", "[]: experts in every layer", config["mlp_only_layers"])
 
 
-def _unsupported_biased_routes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The last layer has experts, every token passes shared ones, and a token's experts are chosen among all."""
+def unsupported_routes(config: Mapping[str, Any]) -> Iterator[str]:
+    """The last layer has experts, every token passes shared ones, and its own are in some of the groups."""
     layers, dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
     if type(dense) is not int or (type(layers) is int and not 0 <= dense < layers):
         yield refused("first_k_dense_replace", f"0 to {layers} - 1, as vLLM needs a layer with experts", dense)
@@ -225,9 +225,17 @@ def _unsupported_biased_routes(config: Mapping[str, Any]) -> Iterator[str]:
         yield refused("n_shared_experts", f"a positive integer of at most {MOST_EXPERTS}", shared)
     if not _positive(config.get("routed_scaling_factor", 1.0)):
         yield refused("routed_scaling_factor", "a number above 0", config["routed_scaling_factor"])
-    for key in ("n_group", "topk_group"):
-        if config.get(key, 1) != 1:
-            yield refused(key, "1: all experts are one group", config[key])
+    experts, each = config.get("n_routed_experts"), config.get("num_experts_per_tok")
+    groups, taken = config.get("n_group", 1), config.get("topk_group", 1)
+    if type(experts) is not int or type(each) is not int:
+        return  # refused already
+    if type(groups) is not int or groups < 1 or experts % groups or (groups > 1 and experts // groups < 2):
+        yield refused("n_group", f"groups of two or more of n_routed_experts = {experts}", groups)
+    elif type(taken) is not int or not 1 <= taken <= groups:
+        yield refused("topk_group", f"1 to n_group = {groups}", taken)
+    elif each > taken * (experts // groups):
+        most = taken * (experts // groups)
+        yield refused("num_experts_per_tok", f"at most {most}, the experts of topk_group = {taken} groups", each)
 
 
 def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:

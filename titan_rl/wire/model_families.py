@@ -8,7 +8,7 @@ experts. A new family of such parts is one entry here.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from titan_rl.config.choices import Family
 
@@ -212,11 +212,17 @@ BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts i
 SPECS = {
     "muse_glimmer": "titan_rl.actors.titan.muse_glimmer:spec",
     "gemma4_text": "titan_rl.actors.titan.gemma4:spec",
+    "deepseek_v3": "titan_rl.actors.titan.deepseek_v3:spec",
 }
 """Functions that return TorchTitan's spec of a model_type from its config.json."""
 
+ENGINE_KEYS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
+}
+"""Keys that vLLM needs in the config.json of a model_type, to compute what transformers computes without them."""
+
 OTHER_KINDS = {  # why a model_type has no entry
-    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "llama4"),
+    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "llama4"),
     "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),
     "model with fused or partly rotated projections": ("phi", "glm", "chatglm", "gpt_neox", "stablelm"),
     "model with vision": (

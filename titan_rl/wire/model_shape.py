@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from titan_rl.config.choices import Family
 from titan_rl.config.plain_files import text_of
@@ -70,6 +72,9 @@ class ModelShape:
     shared_experts: int = 0  # which every token passes, besides its own ones
     route_scale: float = 1.0  # multiplies the weights of a token's experts
     norm_routes: bool = False  # the weights of a token's experts add up to 1
+    route_groups: int = 0  # into which experts are divided; 0: none
+    groups_per_token: int = 0  # whose experts a token may pass
+    latent_dim: int = 0  # numbers that latent attention caches of a token in each layer; 0: keys and values
     mxfp4: bool = field(default=False, compare=False)  # the folder has experts in 4 bits; exports do not
 
     @property
@@ -93,6 +98,11 @@ class ModelShape:
         experts = self.experts if self.routes(layer) else 0
         rows = self.dense_rows(layer) + self.hidden_dim * experts
         return attention + norms + biases + self.dim * (3 * rows + experts)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Return the parameters of all blocks' attention projections."""
+        return self.n_layers * 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
 
     def routes(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -334,8 +344,8 @@ class ModelShape:
                 "n_shared_experts": self.shared_experts,
                 "first_k_dense_replace": self.dense_layers,
                 "routed_scaling_factor": self.route_scale,
-                "n_group": 1,
-                "topk_group": 1,
+                "n_group": self.route_groups or 1,
+                "topk_group": self.groups_per_token or 1,
                 "num_nextn_predict_layers": 0,
                 **common,
             }
@@ -361,6 +371,7 @@ class ModelShape:
         window_theta = window_theta_of(config) if WINDOW in types else theta
         rotary_dim = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
         biased = parts.biased_routes
+        groups = config.get("n_group", 1) if biased else 1
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -392,6 +403,8 @@ class ModelShape:
             dense_hidden_dim=config["intermediate_size"] if biased else 0,
             shared_experts=config.get("n_shared_experts", 1) if biased else 0,
             route_scale=float(config.get("routed_scaling_factor", 1.0)) if biased else 1.0,
+            route_groups=groups if groups > 1 else 0,
+            groups_per_token=config["topk_group"] if groups > 1 else 0,
             mxfp4=in_mxfp4(config),
         )
 
@@ -419,16 +432,26 @@ class SpecShape(ModelShape):
 
     @property
     def parts(self) -> FamilyParts:
-        return FamilyParts(model_type=self.family, architectures={"lm": json.loads(self.hf)["architectures"][0]})
+        return counts_of(self).parts
 
     @property
     def parameters(self) -> int:
-        return sum(math.prod(size) for size in self.tensors.values())
+        return counts_of(self).parameters
+
+    def block_parameters(self, layer: int) -> int:
+        return counts_of(self).of_blocks[layer]
+
+    @property
+    def attention_parameters(self) -> int:
+        return counts_of(self).of_attention
 
     @property
     def linears(self) -> list[tuple[int, int]]:
         block = [size for name, size in self.tensors.items() if ".layers.0." in name]
         return [(size[0], size[1]) for size in block if len(size) == 2]
+
+    def halves(self, dtype: str) -> tuple[str, ...]:
+        return (ROUTE_BIAS,) if self.parts.biased_routes and BYTES[dtype] == 2 else ()
 
     @property
     def hf_head(self) -> dict[str, Any]:
@@ -436,6 +459,34 @@ class SpecShape(ModelShape):
 
     def hf_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
         return {name: size for name, size in self.tensors.items() if head or name != HF_LM_HEAD}
+
+
+class SpecCounts(NamedTuple):
+    """Numbers of a SpecShape's parameters, and the parts that its tensors show."""
+
+    parts: FamilyParts
+    parameters: int
+    of_blocks: list[int]
+    of_attention: int  # in the matrices of all blocks, but for feed-forwards, experts and routers
+
+
+@lru_cache(maxsize=64)  # a plan asks for the same ones again and again
+def counts_of(shape: SpecShape) -> SpecCounts:
+    of_blocks, in_matrices = [0] * shape.n_layers, 0
+    for name, size in shape.tensors.items():
+        if layer := re.search(r"\.layers\.(\d+)\.", name):
+            of_blocks[int(layer[1])] += math.prod(size)
+            in_matrices += math.prod(size) * (len(size) == 2)
+    rows = [shape.dense_rows(i) + shape.routes(i) * shape.experts * shape.hidden_dim for i in range(shape.n_layers)]
+    in_routers = shape.routed_layers * shape.experts * shape.dim
+    parts = FamilyParts(
+        model_type=shape.family,
+        architectures={"lm": json.loads(shape.hf)["architectures"][0]},
+        experts=shape.experts > 0,
+        biased_routes=any(name.endswith(ROUTE_BIAS) for name in shape.tensors),
+    )
+    total = sum(math.prod(size) for size in shape.tensors.values())
+    return SpecCounts(parts, total, of_blocks, in_matrices - 3 * shape.dim * sum(rows) - in_routers)
 
 
 def shape_of_folder(folder: str, key: str, spec: str = "") -> ModelShape:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support import gemma4
+from support import deepseek_v3, gemma4
 from support.muse_glimmer import make_folder, transformers_model
 from support.own_specs import make_mla_folder
 from support.whole_model import whole_model
+from titan_rl.actors.titan.experts import route_biases
 from titan_rl.actors.titan.muse_glimmer import spec
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
@@ -38,12 +39,18 @@ def shape_with(folder: Path, spec: str = "") -> ModelShape:
 def loaded(folder: Path, spec: str = "") -> tuple[Any, Any]:
     shape = shape_with(folder, spec)
     model, built = whole_model(shape, Config(training=TrainingSection(seq_len=SEQ_LEN))), build_spec(shape, seq_len=160)
-    parameters = dict(model.model.named_parameters())
+    parameters = dict([*model.model.named_parameters(), *route_biases(model.model)])
     read_shards(folder, parameters, hf_names(built, list(parameters)), shape.folder_rows())
     return model, built
 
 
-@pytest.mark.parametrize("name", ["muse_glimmer", "a user's MLA", *(f"gemma4, drawn {seed}" for seed in range(3))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("muse_glimmer", "a user's MLA"),
+        *(f"{family}, drawn {seed}" for family in ("gemma4", "deepseek_v3") for seed in range(3)),
+    ],
+)
 def test_log_probs_gradients_and_export_are_transformers(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +60,8 @@ def test_log_probs_gradients_and_export_are_transformers(
     if own:
         folder = make_mla_folder(tmp_path)
     elif name != "muse_glimmer":
-        folder = gemma4.make_folder(tmp_path, gemma4.drawn(int(name[-1])))
+        family = gemma4 if "gemma4" in name else deepseek_v3
+        folder = family.make_folder(tmp_path, family.drawn(int(name[-1])))
     model, spec = loaded(folder, own)
     random = np.random.default_rng(0)
     prompt = random.integers(3, 60, 40).tolist()
@@ -73,7 +81,9 @@ def test_log_probs_gradients_and_export_are_transformers(
         placed = model.placed(rows)
         (model.logprobs(placed, temperature=1.0)[0] * placed.mask).sum().backward()
     ours = adapter(spec, None).to_hf({name: p.grad for name, p in model.model.named_parameters() if p.requires_grad})
-    wanted = {name: p.grad for name, p in theirs.named_parameters() if name in ours}
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    gradients = deepseek_v3.of_each_expert(gradients) if "deepseek_v3" in name else gradients
+    wanted = {name: gradient for name, gradient in gradients.items() if name in ours}
     assert ours.keys() == wanted.keys()
     for key, gradient in wanted.items():
         assert (ours[key] - gradient).norm() <= 5e-5 * gradient.norm(), key

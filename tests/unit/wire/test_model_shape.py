@@ -206,7 +206,10 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, 'gemma3_text, gpt_oss, glm4_moe, muse_glimmer or gemma4_text, found "gpt2"'),
+        (
+            {"model_type": "gpt2"},
+            'gemma3_text, gpt_oss, glm4_moe, muse_glimmer, gemma4_text or deepseek_v3, found "gpt2"',
+        ),
         ({"model_type": "mixtral"}, 'found "mixtral", a mixture of experts of another kind'),
         ({"model_type": "gemma2"}, 'found "gemma2", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
@@ -282,8 +285,8 @@ def test_shape_of_folder(tmp_path: Path) -> None:
         ("glm4_moe", {"n_routed_experts": 0}, "n_routed_experts: expected a positive integer of at most 16384, found"),
         ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace: expected 0 to 2 - 1, as vLLM needs a layer"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: expected a positive integer of at most 16384, found"),
-        ("glm4_moe", {"n_group": 2}, "n_group: expected 1: all experts are one group, found 2"),
-        ("glm4_moe", {"topk_group": 2}, "topk_group: expected 1: all experts are one group, found 2"),
+        ("glm4_moe", {"n_group": 3}, "n_group: expected groups of two or more of n_routed_experts = 4, found 3"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group: expected 1 to n_group = 1, found 2"),
         ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor: expected a number above 0, found 0"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, found 1"),
         ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false, as vLLM ignores it for Glm4"),

@@ -66,9 +66,10 @@ def adapter_sizes(lora: LoraSection, shape: ModelShape) -> dict[str, tuple[int, 
 
 
 def _sizes(lora: LoraSection, shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
-    whole = shape.hf_tensors(head=False)
+    chosen = targets(lora, shape)
+    whole = shape.hf_tensors(head=False) if chosen else {}
     for layer in range(shape.n_layers):
-        for target in targets(lora, shape):
+        for target in chosen:
             name = f"model.layers.{layer}.{LAYERS[target]}.weight"
             out, into = whole[name]
             a, b = adapter_names(name)

@@ -39,9 +39,8 @@ def drawn(spread: Spread, n: int = DRAWN) -> np.ndarray:
 
 def block_products(shape: ModelShape) -> int:
     """Return the parameters of all blocks with which a token is multiplied: in experts its own ones."""
-    attention = 2 * shape.head_dim * (shape.n_heads + shape.n_kv_heads)
     rows = [3 * shape.hidden_per_token(i) + shape.experts * shape.routes(i) for i in range(shape.n_layers)]
-    return shape.dim * (shape.n_layers * attention + sum(rows))
+    return shape.attention_parameters + shape.dim * sum(rows)
 
 
 def expert_products(shape: ModelShape) -> int:
@@ -53,8 +52,8 @@ def recomputed(mode: str, shape: ModelShape) -> int:
     """Return the parameters whose products a backward computes again. Experts are left out: "selective" and "full"
     repeat them all. "selective" keeps every second projection of a dense block: it repeats key, output and up."""
     if mode in ("none", "selective"):
-        attention = shape.n_layers * shape.head_dim * (shape.n_kv_heads + shape.n_heads)
-        return shape.dim * (attention + sum(map(shape.dense_rows, range(shape.n_layers)))) * (mode == "selective")
+        rows = sum(map(shape.dense_rows, range(shape.n_layers)))
+        return (shape.attention_parameters // 2 + shape.dim * rows) * (mode == "selective")
     return block_products(shape) - expert_products(shape)
 
 
