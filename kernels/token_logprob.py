@@ -28,8 +28,8 @@ Log-probs of other ids can be read beside the target's. With their gradients g_k
 Under tensor parallelism each rank holds some rows of the weight. The ranks' four numbers are combined like the tiles',
 in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
-CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed, no
-other ids are read, and there is no cap.
+CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed and no
+other ids are read.
 """
 
 from dataclasses import replace
@@ -389,12 +389,10 @@ def most_likely(
 def _tile(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, options: _Options, *, plain: bool = False
 ) -> "Tile | FusedTile":
-    """Return a FusedTile for a GPU's tensors, or else a Tile, whose methods are the same; it alone reads other ids
-    and caps logits."""
-    fused = None if plain or options.cap else _triton(hidden_TD)
-    if fused:
-        return fused.FusedTile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
-    return Tile(hidden_TD, weight_VD, options.temperature, options.float32_logits, options.cap)
+    """Return a FusedTile for a GPU's tensors, or else a Tile, whose methods are the same; it alone reads other ids."""
+    fused = None if plain else _triton(hidden_TD)
+    kind = fused.FusedTile if fused else Tile
+    return kind(hidden_TD, weight_VD, options.temperature, options.float32_logits, options.cap)
 
 
 def _triton(hidden_TD: torch.Tensor) -> Any:

@@ -27,6 +27,16 @@ BY_TOKEN = ["targets_ptr", "max_ptr", "mass_ptr", "moment_ptr", "target_ptr", "k
 GRADIENTS = ["targets_ptr", "lse_ptr", "entropy_ptr", "logprob_grad_ptr", "entropy_grad_ptr", "kept_ptr"]
 
 
+@triton.jit
+def tanh(x):
+    """Compute tanh to a few units in the last place. Triton has one on GPUs alone, not in its interpreter. Near zero
+    1 - t would have lost the bits of x."""
+    t = tl.exp(-2.0 * tl.abs(x))
+    far = tl.where(x < 0.0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
+    near = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0)))
+    return tl.where(tl.abs(x) < 0.1, near, far)
+
+
 @triton.jit(do_not_specialize=["kept_row"], do_not_specialize_on_alignment=BY_TOKEN)
 def softmax_sums_kernel(
     logits_ptr,  # [T, V], contiguous; before the temperature
@@ -40,6 +50,7 @@ def softmax_sums_kernel(
     vocabulary,
     scale,
     truncated: tl.constexpr,
+    cap: tl.constexpr,
     block: tl.constexpr,
 ):
     """Add a window of the vocabulary to the sums of one token."""
@@ -51,7 +62,10 @@ def softmax_sums_kernel(
     for first in range(0, vocabulary, block):
         word = first + tl.arange(0, block)
         known = word < vocabulary
-        logits = tl.load(row + word, mask=known, other=float("-inf")).to(tl.float32) * scale
+        logits = tl.load(row + word, mask=known, other=float("-inf")).to(tl.float32)
+        if cap is not None:
+            logits = tl.where(known, cap * tanh(logits / cap), float("-inf"))
+        logits *= scale
         if truncated:
             bits = tl.load(kept_ptr + token.to(tl.int64) * kept_row + word // 8, mask=known, other=0)
             known &= ((bits.to(tl.int32) >> (word % 8)) & 1) == 1
@@ -69,7 +83,10 @@ def softmax_sums_kernel(
     tl.store(moment_ptr + token, moment)
     target = tl.load(targets_ptr + token)
     if (target >= 0) & (target < vocabulary):
-        tl.store(target_ptr + token, tl.load(row + target).to(tl.float32) * scale)
+        logit = tl.load(row + target).to(tl.float32)
+        if cap is not None:
+            logit = cap * tanh(logit / cap)
+        tl.store(target_ptr + token, logit * scale)
 
 
 @triton.jit(do_not_specialize=["kept_row"], do_not_specialize_on_alignment=GRADIENTS)
@@ -87,13 +104,18 @@ def descent_kernel(
     scale,
     with_entropy: tl.constexpr,
     truncated: tl.constexpr,
+    cap: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
     word = tl.program_id(1) * block + tl.arange(0, block)
     known = word < vocabulary
     place = token.to(tl.int64) * vocabulary + word
-    logprob = tl.load(logits_ptr + place, mask=known, other=0.0).to(tl.float32) * scale - tl.load(lse_ptr + token)
+    logit = tl.load(logits_ptr + place, mask=known, other=0.0).to(tl.float32)
+    if cap is not None:
+        share = tanh(logit / cap)
+        logit = cap * share
+    logprob = logit * scale - tl.load(lse_ptr + token)
     onehot = tl.where(word == tl.load(targets_ptr + token), 1.0, 0.0)
     descent = tl.exp(logprob)
     if with_entropy:
@@ -104,7 +126,10 @@ def descent_kernel(
     if truncated:
         bits = tl.load(kept_ptr + token.to(tl.int64) * kept_row + word // 8, mask=known, other=0)
         descent = tl.where(((bits.to(tl.int32) >> (word % 8)) & 1) == 1, descent, 0.0)
-    tl.store(descent_ptr + place, (descent - onehot).to(descent_ptr.dtype.element_ty), mask=known)
+    descent -= onehot
+    if cap is not None:
+        descent *= 1.0 - share * share  # how much a capped logit grows with its product
+    tl.store(descent_ptr + place, descent.to(descent_ptr.dtype.element_ty), mask=known)
 
 
 class FusedTile:
@@ -115,11 +140,11 @@ class FusedTile:
     dtype = torch.float32  # sums and totals
 
     def __init__(
-        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool, cap: float = 0
     ) -> None:
         (tokens, width), words = hidden_TD.shape, len(weight_VD)
         self.tokens, self.vocabulary = window(tokens, words, width, peak_flops(hidden_TD.device))
-        self.scale = 1 / temperature
+        self.scale, self.cap = 1 / temperature, cap
         self.logit_dtype = self.dtype if float32_logits else hidden_TD.dtype
         self._new = partial(hidden_TD.new_empty, min(self.tokens, tokens) * min(self.vocabulary, words))
         self._same = self.logit_dtype == hidden_TD.dtype
@@ -163,6 +188,7 @@ class FusedTile:
             words,
             self.scale,
             kept_TB is not None,
+            self.cap or None,
             SUMS_BLOCK,
             num_warps=SUMS_WARPS,
         )
@@ -186,6 +212,7 @@ class FusedTile:
             self.scale,
             entropy_grad_T is not None,
             kept_TB is not None,
+            self.cap or None,
             DESCENT_BLOCK,
         )
         return descent_TV

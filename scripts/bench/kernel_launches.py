@@ -11,7 +11,14 @@ from titan_rl.kernels import token_logprob, token_logprob_triton
 
 
 def launches(
-    tokens: int, vocabulary: int, width: int, *, float32_logits: bool, entropy: bool, truncated: bool = False
+    tokens: int,
+    vocabulary: int,
+    width: int,
+    *,
+    float32_logits: bool,
+    entropy: bool,
+    truncated: bool = False,
+    cap: float = 0.0,
 ) -> list[Launch]:
     """Record a forward and a backward in bf16: softmax_sums_kernel, then descent_kernel."""
     hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -19,10 +26,10 @@ def launches(
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     kept = torch.empty(tokens, -(-vocabulary // 8), dtype=torch.uint8, device="meta") if truncated else None
 
+    keys: dict[str, Any] = {"with_entropy_grad": entropy, "float32_logits": float32_logits, "kept": kept, "cap": cap}
+
     def forward_backward() -> None:
-        logprob, entropies = token_logprob.token_logprob(
-            hidden, weight, targets, 0.7, with_entropy_grad=entropy, float32_logits=float32_logits, kept=kept
-        )
+        logprob, entropies = token_logprob.token_logprob(hidden, weight, targets, 0.7, **keys)
         (logprob + entropies if entropy else logprob).sum().backward()
 
     with _as_on_a_gpu():

@@ -1,6 +1,7 @@
 """The log-prob kernels as production launches them, compiled for GPUs that are not here."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,11 @@ SHARD = (128256 // 8, 4096)  # under tensor parallelism 8
 
 
 @cache
-def distinct(entropy: bool, float32_logits: bool, truncated: bool = False) -> tuple[Launch, Launch]:
+def distinct(entropy: bool, float32_logits: bool, truncated: bool = False, cap: float = 0.0) -> tuple[Launch, Launch]:
     """Return the two launches, which depend neither on the model nor on the number of tokens: none is compiled again in
     the middle of a run."""
     shapes = [(4096, LLAMA), (4096, QWEN), (4096, SHARD), (4095, LLAMA), (770, LLAMA), (20000, QWEN)]
-    keys = {"float32_logits": float32_logits, "entropy": entropy, "truncated": truncated}
+    keys: dict[str, Any] = {"float32_logits": float32_logits, "entropy": entropy, "truncated": truncated, "cap": cap}
     every = [launches(n, *shape, **keys) for n, shape in shapes]
     assert all(found == every[0] for found in every[1:])
     sums, descent = every[0]
@@ -70,6 +71,15 @@ def test_kept_sets_are_read_in_the_same_pass(capability: int) -> None:
         assert found.spilled == found.count("LDL", "STL") == 0
         assert found.resident_warps >= 40  # 64 at most
     assert compile_for(sums, capability).instructions["LDG.E.128"] == plain.instructions["LDG.E.128"]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_logits_are_capped_in_the_same_pass(capability: int) -> None:
+    for capped, plain in zip(distinct(True, False, cap=30.0), distinct(True, False), strict=True):
+        found = compile_for(capped, capability)
+        assert found.spilled == found.count("LDL", "STL") == 0
+        assert found.instructions["LDG.E.128"] == compile_for(plain, capability).instructions["LDG.E.128"]
+        assert found.instructions["STG.E.128"] == compile_for(plain, capability).instructions["STG.E.128"]
 
 
 triton = pytest.importorskip("triton")

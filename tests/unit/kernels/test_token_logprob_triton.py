@@ -29,6 +29,7 @@ def compare(
     device: str,
     wide: bool = False,
     truncated: bool = False,
+    cap: float = 0.0,
 ) -> None:
     """Compare values and gradients with the reference's; with `wide` the reference computes in float32 throughout."""
     tokens, vocabulary, size = shape
@@ -43,8 +44,8 @@ def compare(
         kept[torch.arange(tokens, device=device), targets] = True
         bits = kept_bits(kept.sum(1), kept.nonzero()[:, 1], vocabulary)
     found = []
-    fused: Any = partial(token_logprob, with_entropy_grad=entropy, float32_logits=wide, kept=bits)
-    plain: Any = partial(reference_token_logprob, kept_TV=kept)
+    fused: Any = partial(token_logprob, with_entropy_grad=entropy, float32_logits=wide, kept=bits, cap=cap)
+    plain: Any = partial(reference_token_logprob, kept_TV=kept, cap=cap)
     for function in (fused, plain):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         h, w = (x.float() for x in leaves) if wide and function is not fused else leaves
@@ -66,6 +67,19 @@ def results(x: Case, **keys: Any) -> list[torch.Tensor]:
     logprob, entropy = token_logprob(*x, 0.7, with_entropy_grad=True, **keys)
     by_token = torch.linspace(-1, 2, len(logprob))
     return [logprob, entropy, *torch.autograd.grad((logprob * by_token + entropy).sum(), x[:2])]
+
+
+def caps_bend_all_logits() -> None:
+    """Compare with a Tile's numbers: caps far below, near and far above the logits, whose largest is about 3."""
+    compare((17, 300, 70), torch.bfloat16, 1.3, False, "cpu", wide=True, cap=3.0)
+    compare((3, 128, 64), torch.float32, 0.7, True, "cpu", truncated=True, cap=3.0)
+    for cap in (0.5, 3.0, 1e4):
+        x = drawn(5, 130, 16, torch.float32)
+        found, shipped = results(x, cap=cap), kernel._triton
+        kernel._triton = lambda hidden_TD: None
+        for a, b in zip(found, results(x, cap=cap), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
+        kernel._triton = shipped
 
 
 def kept_logits_change_nothing() -> None:
@@ -121,6 +135,7 @@ def interpret() -> None:
         compare(shape, torch.bfloat16, 1.0, False, "cpu", truncated=True)
     compare((17, 300, 70), torch.float16, 0.7, True, "cpu", wide=True)
     kept_logits_change_nothing()
+    caps_bend_all_logits()
     in_windows = [results(drawn(65, 257, 16, dtype)) for dtype in (torch.float32, torch.bfloat16)]
     token_logprob_triton.window = shipped  # one window
     windows_change_float32_sums_alone(in_windows)
@@ -144,6 +159,7 @@ def test_compiled_kernels_agree_with_the_reference(
 ) -> None:
     compare(shape, dtype, 0.7, entropy, "cuda", wide)
     compare(shape, dtype, 0.7, entropy, "cuda", wide, truncated=True)
+    compare(shape, dtype, 0.7, entropy, "cuda", wide, cap=3.0)
 
 
 @pytest.mark.gpu
