@@ -10,12 +10,18 @@ import os
 import sys
 from typing import Any
 
+import spmd_types as spmd
 import torch
+from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe import GroupedExperts, MoE
 
+from titan_rl.actors.titan import private
 from titan_rl.actors.titan.experts import route_biases
+from titan_rl.actors.titan.model import titan_config
 from titan_rl.actors.titan.spec import adapter, hf_names, spec_of
+from titan_rl.config.sections import Config, ParallelismSection
 
 
 def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +47,7 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": eps,
         "tied": model.enable_weight_tying,
         "tensors": tensors(spec),
+        "adaptable": adaptable(spec),
     }
 
 
@@ -106,6 +113,33 @@ def tensors(spec: Any) -> dict[str, list[int]]:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return which elements of which storage a tensor has."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def adaptable(spec: Any) -> dict[str, tuple[str, str]]:
+    """Return the linear layers of blocks that TorchTitan's converter can give adapters, by their weight's name in the
+    folder: each one's config, and how tensor parallelism cuts it. The converter asks for the names of configs, which
+    experts may share. It takes no layer that tensor parallelism leaves whole."""
+    private.update_from_config(spec.model, titan_config(Config(), ParallelismSection()))
+    placements: list[Any] = [None, dense_param_placement(tp=spmd.S(0)), dense_param_placement(tp=spmd.S(1))]
+    routed = tuple(f"{path}." for path, *_ in spec.model.traverse(MoE.Config))
+    found, excluded = dict[str, tuple[str, str]](), set[str]()
+    for path, config, *_ in spec.model.traverse(Linear.Config):
+        sharding, name = config.sharding_config, path.rpartition(".")[2]
+        placement = sharding.state_shardings.get("weight") if sharding else None
+        if path.startswith("layers.") and not path.startswith(routed) and placement in placements:
+            found[path] = name, ("", "rows", "columns")[placements.index(placement)]
+        else:
+            excluded.add(name)
+    with torch.device("meta"):
+        modules = dict(spec.model.build().named_modules())
+    shared = {path for path in found if path not in modules}  # each builds several modules, as k and v
+    linears = dict[str, tuple[str, str]]()
+    for path, module in modules.items():
+        beside = [other for other in shared if other.rpartition(".")[0] == path.rpartition(".")[0]]
+        config = found.get(path) or (found[beside[0]] if len(beside) == 1 else None)
+        if isinstance(module, Linear) and config and config[0] not in excluded:
+            linears[f"{path}.weight"] = config
+    return {hf_name: linears[name] for name, hf_name in hf_names(spec, list(linears)).items()}
 
 
 if __name__ == "__main__":

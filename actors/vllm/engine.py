@@ -193,7 +193,7 @@ class Engine:
         for recorder in self._recorders:
             args |= recorder.args
         self._adapters = settings.adapters
-        args |= self._adapters.engine_args(on_cpu=on_cpu)
+        args |= self._adapters.engine_args(args, on_cpu=on_cpu)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         for recorder in self._recorders:
@@ -218,7 +218,8 @@ class Engine:
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
         shape, loaded = settings.shape, settings.load_format == "auto"
         has_more = loaded and isinstance(shape, SpecShape)  # than the text model, such as a vision tower
-        self._layout = None if shape is None or has_more else self._learned(shape)
+        quantized = settings.quantization != "none"
+        self._layout = None if shape is None or has_more else self._learned(shape, quantized=quantized)
         shapes = {name: tuple(p.shape) for name, p in self.params().items()}
         self.info = EngineInfo(os.getpid(), shapes, "V2" if config.use_v2_model_runner else "V1")
 
@@ -375,11 +376,11 @@ class Engine:
             raise ValueError("expected EngineSettings.shape of an engine that a weight sync fills, found none")
         return self._layout
 
-    def _learned(self, shape: ModelShape) -> LiveLayout:
+    def _learned(self, shape: ModelShape, *, quantized: bool) -> LiveLayout:
         """Return what fills this rank's parameters, and the buffers that vLLM's loader writes."""
         from titan_rl.actors.vllm.learned_plan import learned_layout
 
-        return learned_layout(self._llm.vllm_config, shape)
+        return learned_layout(self._llm.vllm_config, shape, quantized=quantized)
 
     def _buffer_sums(self) -> dict[str, str]:
         (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))

@@ -3,6 +3,7 @@
 A controller creates this, and ranks get it with their settings: importing it imports neither torch nor vLLM.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ class EngineAdapters:
 
     slots: int = 1  # policies, each with its own weights; a request names its slot
 
-    def engine_args(self, *, on_cpu: bool) -> dict[str, Any]:
-        """Return the arguments of vLLM's EngineArgs."""
+    def engine_args(self, args: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+        """Return further arguments of vLLM's EngineArgs, besides `args`."""
         return {}
 
     def request(self, request: Request) -> Any:

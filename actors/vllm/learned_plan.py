@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_rl.actors.vllm.vllm_params import LiveLayout
+from titan_rl.actors.vllm.vllm_params import LiveLayout, is_quantized
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece
 
@@ -28,15 +28,17 @@ FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 MOST_PIECES = 1 << 12  # a copy in more pieces scatters single elements
 
 
-def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
+def learned_layout(vllm_config: Any, shape: ModelShape, *, quantized: bool = False) -> LiveLayout:
     """Return the parameters of this process's tensor-parallel rank, and what fills them. Weights in 8 bits are made of
-    these after loading."""
+    these after loading, if `quantized`."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     dtype = vllm_config.model_config.dtype
     # Not on the meta device, where layers could not compute their tables. Memory that is not touched is not allocated.
     with set_default_torch_dtype(dtype), torch.device("cpu"):
         model = _second_model(vllm_config)
+    if quantized:
+        _check_quantized(model)
     folder = {name: torch.empty(size, device="meta") for name, size in shape.folder_tensors().items()}
     with CopyRecorder() as recorder:
         model.load_weights(iter(folder.items()))  # type: ignore[operator]
@@ -52,6 +54,16 @@ def learned_layout(vllm_config: Any, shape: ModelShape) -> LiveLayout:
                 f"expected parameters in {dtype}, as a weight sync moves them, found {name} {tensor.dtype}"
             )
     return halved
+
+
+def _check_quantized(model: nn.Module) -> None:
+    """Raise unless vLLM's linear layers are the ones that a sync quantizes."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    if wrong := {name for name, _ in model.named_parameters() if is_quantized(name) != (name in linears)}:
+        found = ", ".join(sorted(wrong))
+        raise ValueError(f"generator.quantization: expected linear layers of vLLM that end in _proj, found {found}")
 
 
 def _second_model(vllm_config: Any) -> nn.Module:

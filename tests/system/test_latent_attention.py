@@ -11,6 +11,7 @@ from support.running import Runs
 ENGINES_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the only ones of vLLM's CPU kernel
 PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
     "two engine ranks": ({"generator__tensor_parallel_degree": 2, "optimizer__lr": 1e-2}, 1e-4),
+    "merged adapters": ({"lora__rank": 8, "optimizer__lr": 1e-2}, 1e-4),
     "16 bits and a lag": (
         {
             **{"generator__dtype": "bfloat16", "training__mixed_precision_param": "bfloat16"},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support import gemma4, muse_glimmer
 from support.forked_programs import results_of
 from support.tiny import tiny_llama
 
@@ -75,6 +76,14 @@ def engine(folder: Path, quantization: str, dtype: str, how: str) -> Any:
     return found
 
 
+def gemma(folder: Path) -> Path:
+    keys = {"num_hidden_layers": 2, "layer_types": [gemma4.WINDOW, gemma4.FULL], "attention_k_eq_v": True}
+    return gemma4.make_folder(folder, gemma4.drawn(7) | keys)
+
+
+OTHER_MODELS = {"Gemma 4, keys as values in a layer": gemma, "Muse Glimmer": muse_glimmer.make_folder}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_rows_compute_as_a_folder_with_the_rounded_weights(dtype: str, tmp_path: Path) -> None:
     import torch
@@ -98,3 +107,32 @@ def test_fp8_rows_are_those_of_vllms_own_loader(tmp_path: Path) -> None:
     landed = engine(tmp_path / "model", "fp8", "bfloat16", "landed")
     assert any(name.endswith("qkv_proj.weight_scale") for name in landed[0])
     assert landed == engine(tmp_path / "model", "fp8", "bfloat16", "loaded")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_other_models_land_as_vllm_loads_them(model: str, quantization: str, tmp_path: Path) -> None:
+    """Fp8 rows equal the rows that vLLM's loader makes. For int8 the folder has the rounded weights."""
+    folder = OTHER_MODELS[model](tmp_path / "model")
+    landed = engine(folder, quantization, "bfloat16", "landed")
+    if quantization == "int8":
+        round_matrices(folder / "model.safetensors")
+    loaded = engine(folder, "none" if quantization == "int8" else "fp8", "bfloat16", "loaded")
+    kept = {name for name in landed[0] if name not in loaded[0]}  # a loaded engine keeps no sums of buffers
+    assert all("layer_scalar" in name for name in kept)
+    assert all(landed[0][name] == loaded[0][name] for name in landed[0].keys() - kept)
+    assert landed[1] == loaded[1]
+
+
+def round_matrices(file: Path) -> None:
+    """Round the linear layers of the language model's blocks."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from titan_rl.ext.quantization.ranks.quantize_rows import dequantize_rows, quantize_rows
+
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight") and "vision" not in name:
+            weights[name] = dequantize_rows(*quantize_rows(weight.bfloat16(), "int8"), torch.bfloat16)
+    save_file(weights, file, {"format": "pt"})

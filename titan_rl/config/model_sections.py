@@ -61,8 +61,8 @@ class LoraSection:
     alpha: float = bounds(32.0, gt=0, le=1e6)
     """Scale of the adapters: their product is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Linear layers of every block with an adapter: q, k, v, o, gate, up, down. k and v go together. Empty: all that
-    the family has; with experts q, k, v, o."""
+    """Linear layers of every block with an adapter: q, k, v, o, gate, up, down; of model.spec also others, by their
+    names in a block of the folder. k and v go together. Empty: all that the model has; with experts q, k, v, o."""
     base_dtype: DtypeChoice = "auto"
     """Dtype in which the trainer keeps the frozen weights. Adapters have training.dtype. "auto":
     training.mixed_precision_param."""

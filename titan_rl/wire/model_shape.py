@@ -38,6 +38,7 @@ MXFP4_BLOCK, BLOCKS, SCALES = 32, "_blocks", "_scales"  # numbers with one expon
 ROUTE_BIAS = "e_score_correction_bias"  # end of the name of a router's bias, which only the choice of experts reads
 OF_ROUTER = (".mlp.gate.weight", ROUTE_BIAS)
 Part = TypeVar("Part", Shard, Piece)
+ABSORBED = "kv_b_proj.weight"  # end of the name of a matrix of which vLLM's latent attention computes with copies
 CLAMPED = ("gate_up_proj", "down_proj")  # the matrices of each of gpt-oss's experts; their biases end in _bias
 
 
@@ -415,6 +416,13 @@ def planned(parts: Iterable[Part], shape: ModelShape, dtype: str) -> list[Part]:
     return [part.of_halves() if ends and part.name.endswith(ends) else part for part in parts]
 
 
+class SpecLinear(NamedTuple):
+    """A linear layer of a block."""
+
+    config: str  # name of its config in TorchTitan's model, which may build others too
+    cut: str  # "rows" or "columns" by tensor parallelism; empty: its layout is not known
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecShape(ModelShape):
     """Dimensions of a model whose TorchTitan spec a function builds from config.json, and which is not made of the
@@ -423,12 +431,14 @@ class SpecShape(ModelShape):
     spec: str  # "module:function"
     hf: str  # config.json
     tensors: Mapping[str, tuple[int, ...]] = field(hash=False)  # sizes by the names in the folder
+    adaptable: Mapping[str, SpecLinear] = field(hash=False)  # layers that TorchTitan can give adapters, by their weight
 
     @classmethod
     def of(cls, spec: str, text: str) -> "SpecShape":
         sizes, family = dict(sizes_of_spec(spec, text)), cast("Family", json.loads(text)["model_type"])
         tensors = {name: tuple(size) for name, size in sizes.pop("tensors").items()}
-        return cls(**sizes, family=family, tensors=tensors, spec=spec, hf=text)
+        adaptable = {name: SpecLinear(*linear) for name, linear in sizes.pop("adaptable").items()}
+        return cls(**sizes, family=family, tensors=tensors, adaptable=adaptable, spec=spec, hf=text)
 
     @property
     def parts(self) -> FamilyParts:
@@ -447,8 +457,8 @@ class SpecShape(ModelShape):
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        block = [size for name, size in self.tensors.items() if ".layers.0." in name]
-        return [(size[0], size[1]) for size in block if len(size) == 2]
+        blocks = [size for name, size in self.tensors.items() if ".layers." in name]
+        return [(size[0], size[1]) for size in blocks if len(size) == 2]
 
     def halves(self, dtype: str) -> tuple[str, ...]:
         return (ROUTE_BIAS,) if self.parts.biased_routes and BYTES[dtype] == 2 else ()

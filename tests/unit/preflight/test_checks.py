@@ -57,8 +57,8 @@ def test_the_defaults_run() -> None:
         ),
         (
             '[model]\nname = "gpt_oss"\n[lora]\nrank = 8\n[parallelism]\ntensor_parallel_degree = 2',
-            "lora.targets: expected names without o, because TorchTitan's output projection of gpt_oss has no adapter "
-            "under tensor parallelism, found q, k, v, o",
+            "lora.targets: expected names without o, because TorchTitan gives it no adapter under tensor parallelism "
+            "in gpt_oss, found q, k, v, o",
         ),
         (
             '[model]\nname = "gpt_oss"\n[generator]\ntensor_parallel_degree = 2',

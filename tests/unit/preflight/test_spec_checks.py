@@ -12,6 +12,7 @@ from titan_rl.preflight.checks import problems
 from titan_rl.preflight.refusal import ConfigRefused, raising
 
 SFT = '[model]\nhf_assets_path = "{}"\n[eval]\nsize = 0\n[algorithm]\nname = '
+FP8 = '[generator]\nquantization = "fp8"\ndtype = "bfloat16"'
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,12 @@ def test_training_by_samples_is_sound(tmp_path: Path, folder: Path) -> None:
     assert problems(config(tmp_path, SFT.format(folder).replace("size = 0", "size = 4") + '"grpo"')) == []
 
 
+@pytest.mark.parametrize("keys", ["[lora]\nrank = 8", '[generator]\nquantization = "int8"', FP8])
+def test_adapters_and_quantized_engines_are_sound(tmp_path: Path, folder: Path, keys: str) -> None:
+    toml = SFT.format(folder).replace("size = 0", "size = 4") + '"grpo"\n'
+    assert problems(config(tmp_path, toml + keys)) == []
+
+
 def _pairs(tmp_path: Path) -> Path:
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 200)
@@ -41,12 +48,16 @@ def _pairs(tmp_path: Path) -> Path:
     [
         ('"ppo"', "algorithm.name: expected one without a critic, because muse_glimmer has no value head here, found "),
         (
-            '"grpo"\n[generator]\nquantization = "fp8"\ndtype = "bfloat16"',
-            'generator.quantization: expected "none", because vLLM\'s layers of muse_glimmer are not known, ',
+            '"grpo"\n[generator]\nquantization = "fp8"\ndtype = "bfloat16"\ntensor_parallel_degree = 4',
+            'generator.quantization: expected "none", because vLLM pads fp8 weights, a rank of which has 24 columns, ',
         ),
         (
-            '"sft"\n[lora]\nrank = 8',
-            "lora.rank: expected 0, because the layers of muse_glimmer have no adapters here, ",
+            '"sft"\n[lora]\nrank = 8\ntargets = ["q", "self_attn.o_gate"]',
+            "lora.targets: expected names of q, k, v, o, self_attn.gate_proj, gate, down, up, found self_attn.o_gate",
+        ),
+        (
+            '"sft"\n[lora]\nrank = 8\ntargets = ["v"]',
+            "lora.targets: expected k besides v: TorchTitan gives both an adapter or none",
         ),
         (
             '"sft"\n[parallelism]\ntensor_parallel_degree = 3',

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_rl.config.sections import Config
-from titan_rl.ext.adapters.layers import SLOT_RANKS
+from titan_rl.ext.adapters.layers import SLOT_RANKS, adapted_weights
 from titan_rl.preflight.refusal import problem
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ABSORBED, ModelShape
 
 MERGED = 'lora.sync = "merge" allows any'
 
@@ -18,6 +18,9 @@ def check_adapter_sync(config: Config, shape: ModelShape, device: str) -> Iterat
         yield problem(
             config, "lora.sync", f'"merge" for {shape.family}: with adapters vLLM computes experts in another way'
         )
+    if any(name.endswith(ABSORBED) for name in adapted_weights(config.lora, shape)):
+        why = f"in place of {ABSORBED.removesuffix('.weight')} vLLM computes with copies of its parts"
+        yield problem(config, "lora.sync", f'"merge" for {shape.family}: {why}')
     if config.generator.quantization != "none":
         why = "because adapters land beside weights that are not quantized"
         yield problem(config, "generator.quantization", f'"none", {why} ({MERGED})')

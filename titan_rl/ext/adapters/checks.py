@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import permutations
 
 from titan_rl.config.sections import Config
 from titan_rl.ext.adapters.adapter_sync import check_adapter_sync, merge_warning
-from titan_rl.ext.adapters.layers import LAYERS, WHOLE_MODEL_FACTOR, adaptable, targets
+from titan_rl.ext.adapters.layers import LAYERS, WHOLE_MODEL_FACTOR, adaptable, builders, targets, uncut
 from titan_rl.preflight.refusal import problem
 from titan_rl.wire.model_shape import ModelShape
 
@@ -38,22 +39,28 @@ def check_lora(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.parts.fused:
         why = f"because a folder of {shape.family} has projections as one tensor, beside which no adapter of one fits"
         yield wrong("lora.rank", f"0, {why}")
-    if not adaptable(shape):
-        yield wrong("lora.rank", f"0, because the layers of {shape.family} have no adapters here")
+    known, there = adaptable(shape), list(lora.targets)
+    if not known:
+        yield wrong("lora.rank", f"0, because TorchTitan can give the layers of {shape.family} no adapters")
         return
     if lora.rank > shape.dim:
         yield wrong("lora.rank", f"at most the model's dim = {shape.dim}")
-    known, there = adaptable(shape), list(lora.targets)
-    if unknown := [name for name in dict.fromkeys(there) if name not in LAYERS]:
+    if unknown := [name for name in dict.fromkeys(there) if name not in {*LAYERS, *known}]:
         yield f"lora.targets: expected names of {', '.join(known)}, found {', '.join(unknown)}"
-    if routed := [name for name in dict.fromkeys(there) if name in LAYERS and name not in known]:
-        why = "because TorchTitan stacks the matrices of experts, which have no adapters"
-        yield f"lora.targets: expected names of {', '.join(known)}, {why}, found {', '.join(routed)}"
-    if shape.parts.sinks and config.parallelism.tensor_parallel_degree > 1 and "o" in targets(lora, shape):
-        why = f"because TorchTitan's output projection of {shape.family} has no adapter under tensor parallelism"
-        yield f"lora.targets: expected names without o, {why}, found {', '.join(targets(lora, shape))}"
-    if ("k" in there) != ("v" in there):
-        here, other = ("k", "v") if "k" in there else ("v", "k")
-        yield f"lora.targets: expected {other} besides {here}: TorchTitan gives both an adapter or none"
+    if absent := [name for name in dict.fromkeys(there) if name in LAYERS and name not in known]:
+        why = f"because {shape.family} has no others that TorchTitan can give adapters"
+        if shape.experts:
+            why = "because TorchTitan stacks the matrices of experts, which have no adapters"
+        yield f"lora.targets: expected names of {', '.join(known)}, {why}, found {', '.join(absent)}"
+    if config.parallelism.tensor_parallel_degree > 1:
+        found = targets(lora, shape)
+        if whole := [name for name in found if name in uncut(shape)]:
+            them = "it" if len(whole) == 1 else "them"
+            why = f"because TorchTitan gives {them} no adapter under tensor parallelism in {shape.family}"
+            yield f"lora.targets: expected names without {', '.join(whole)}, {why}, found {', '.join(found)}"
+    built = builders(shape)
+    for name, other in permutations(known, 2):
+        if built[name] == built[other] and name in there and other not in there:
+            yield f"lora.targets: expected {other} besides {name}: TorchTitan gives both an adapter or none"
     if len(set(there)) < len(there):
         yield f"lora.targets: expected each layer once, found {', '.join(there)}"

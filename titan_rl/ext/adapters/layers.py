@@ -4,7 +4,7 @@ y = W x + (alpha / rank) B A x          A [rank, in], B [out, rank]
 """
 
 import math
-from collections.abc import Iterator
+import re
 from dataclasses import replace
 
 from titan_rl.config.sections import LoraSection
@@ -32,12 +32,23 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 
-def adaptable(shape: ModelShape) -> list[str]:
-    """Return the layers of a block that can have an adapter. The matrices of experts are stacked, and cannot; nor can
-    blocks that are not ours."""
+def adaptable(shape: ModelShape) -> dict[str, str]:
+    """Return the layers of blocks that can have an adapter: by name in lora.targets, the name in a block of the folder;
+    both are the same for a layer without a short name. The matrices of experts are stacked, and cannot. A model that is
+    not made of our blocks was asked (actors/titan/spec_sizes.py)."""
     if isinstance(shape, SpecShape):
-        return []
-    return [name for name, layer in LAYERS.items() if not (shape.experts and layer.startswith("mlp."))]
+        short = {layer: name for name, layer in LAYERS.items()}
+        return {short.get(layer, layer): layer for layer in map(in_block, shape.adaptable)}
+    return {name: layer for name, layer in LAYERS.items() if not (shape.experts and layer.startswith("mlp."))}
+
+
+def in_block(weight: str) -> str:
+    """Return a layer's name in its block.
+
+    >>> in_block("model.layers.0.mlp.up_proj.weight")
+    'mlp.up_proj'
+    """
+    return re.split(r"\.layers\.\d+\.", weight.removesuffix(".weight"))[-1]
 
 
 def targets(lora: LoraSection, shape: ModelShape) -> list[str]:
@@ -47,7 +58,24 @@ def targets(lora: LoraSection, shape: ModelShape) -> list[str]:
 
 def adapted(shape: ModelShape, lora: LoraSection) -> list[str]:
     """Return the linear layers of a block that have an adapter, such as "q_proj"."""
-    return [LAYERS[target].rpartition(".")[2] for target in targets(lora, shape)]
+    layers = adaptable(shape)
+    return [layers[target].rpartition(".")[2] for target in targets(lora, shape)]
+
+
+def builders(shape: ModelShape) -> dict[str, str]:
+    """Return what TorchTitan's configs call the layers that can have an adapter."""
+    if isinstance(shape, SpecShape):
+        by_layer = {in_block(weight): linear.config for weight, linear in shape.adaptable.items()}
+        return {name: by_layer[layer] for name, layer in adaptable(shape).items()}
+    return {name: TITAN_NAMES[name] for name in adaptable(shape)}
+
+
+def uncut(shape: ModelShape) -> set[str]:
+    """Return the layers that can have an adapter without tensor parallelism alone."""
+    if isinstance(shape, SpecShape):
+        whole = {in_block(weight) for weight, linear in shape.adaptable.items() if not linear.cut}
+        return {name for name, layer in adaptable(shape).items() if layer in whole}
+    return {"o"} if shape.parts.sinks else set()
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -60,35 +88,44 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return layer + LORA_A, layer + LORA_B
 
 
+def adapted_weights(lora: LoraSection, shape: ModelShape) -> list[str]:
+    """Return the names of all weights beside which there is an adapter; none if all weights are trained."""
+    layers = adaptable(shape)
+    chosen = [layers[target] for target in targets(lora, shape)] if lora.on else []
+    if isinstance(shape, SpecShape):
+        return [weight for weight in shape.adaptable if in_block(weight) in chosen]
+    return [f"model.layers.{layer}.{name}.weight" for layer in range(shape.n_layers) for name in chosen]
+
+
 def adapter_sizes(lora: LoraSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return the sizes of all adapters' matrices by name; none if all weights are trained."""
-    return dict(_sizes(lora, shape)) if lora.on else {}
+    names, sizes = adapted_weights(lora, shape), dict[str, tuple[int, int]]()
+    whole = shape.hf_tensors(head=False) if names else {}
+    for name in names:
+        out, into = whole[name]
+        a, b = adapter_names(name)
+        sizes |= {a: (lora.rank, into), b: (out, lora.rank)}
+    return sizes
 
 
-def _sizes(lora: LoraSection, shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
-    chosen = targets(lora, shape)
-    whole = shape.hf_tensors(head=False) if chosen else {}
-    for layer in range(shape.n_layers):
-        for target in chosen:
-            name = f"model.layers.{layer}.{LAYERS[target]}.weight"
-            out, into = whole[name]
-            a, b = adapter_names(name)
-            yield a, (lora.rank, into)
-            yield b, (out, lora.rank)
-
-
-def cut_by_tensor_parallelism(name: str) -> bool:
-    """Return whether tensor parallelism cuts this matrix of an adapter: the one on the side where it cuts the layer."""
-    by_columns = any(LAYERS[target] in name for target in ("o", "down"))
-    return name.endswith(LORA_A) == by_columns
+def cut_of(weight: str, shape: ModelShape) -> str:
+    """Return how tensor parallelism cuts a layer: by "rows" or "columns"."""
+    if isinstance(shape, SpecShape):
+        return shape.adaptable[weight].cut
+    return "columns" if in_block(weight) in (LAYERS["o"], LAYERS["down"]) else "rows"
 
 
 def adapter_parameters(lora: LoraSection, shape: ModelShape, tp: int = 1) -> int:
-    """Return the parameters of all adapters on each of `tp` tensor-parallel ranks: of all blocks, which are alike."""
-    sizes = adapter_sizes(lora, replace(shape, n_layers=1))
-    return shape.n_layers * sum(
-        math.prod(sizes[name]) // (tp if cut_by_tensor_parallelism(name) else 1) for name in sizes
-    )
+    """Return the parameters of all adapters on each of `tp` tensor-parallel ranks. It cuts the matrix on the side where
+    it cuts the layer."""
+    alike = 1 if isinstance(shape, SpecShape) else shape.n_layers
+    one = shape if isinstance(shape, SpecShape) else replace(shape, n_layers=1)
+    sizes, number = adapter_sizes(lora, one), 0
+    for weight in adapted_weights(lora, one):
+        a, b = (math.prod(sizes[name]) for name in adapter_names(weight))
+        cut = cut_of(weight, shape)
+        number += a // (tp if cut == "columns" else 1) + b // (tp if cut == "rows" else 1)
+    return alike * number
 
 
 def slot_rank(rank: int) -> int:

@@ -1,13 +1,23 @@
 """The memory of adapters: in trainers, in the slots of engines, and of activations."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 
 from titan_rl.config.sections import BYTES, Config, LoraSection
-from titan_rl.ext.adapters.layers import WHOLE_MODEL_FACTOR, adaptable, adapter_parameters, slot_rank, targets
+from titan_rl.ext.adapters.layers import (
+    WHOLE_MODEL_FACTOR,
+    adaptable,
+    adapted_weights,
+    adapter_parameters,
+    cut_of,
+    in_block,
+    slot_rank,
+    targets,
+)
 from titan_rl.preflight.added_parameters import AddedParameters
 from titan_rl.preflight.memory import count, size
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, SpecShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +36,29 @@ class AdapterSizes(AddedParameters):
     def kept_per_token(self, tp: int, *, recomputes: bool) -> int:
         """Every second product is kept: with all adapters those with W and B of one layer, and that with A of the next.
         Without recomputation: what A computes, which B's gradient needs."""
-        adapted, shape = targets(self.lora, self.shape), self.shape
         if not recomputes:
-            return len(adapted) * self.lora.rank
+            return len(targets(self.lora, self.shape)) * self.lora.rank
+        return max(map(self._second_products, self._blocks(tp)))
+
+    def _second_products(self, block: Sequence[tuple[int, bool]]) -> int:
+        """Return how many more numbers every second product has, for layers' outputs and whether each is adapted."""
+        products = [[size] + [self.lora.rank, size] * adapted for size, adapted in block]
+        kept, before = list(chain.from_iterable(products))[::2], [size for size, _ in block][::2]
+        return sum(kept) - sum(before)
+
+    def _blocks(self, tp: int) -> Iterator[list[tuple[int, bool]]]:
+        """Yield the same of each kind of block, in the order in which a block computes them."""
+        shape, adapted = self.shape, targets(self.lora, self.shape)
+        if isinstance(shape, SpecShape):
+            chosen = set(adapted_weights(self.lora, shape))
+            for _, block in groupby(shape.adaptable, lambda weight: weight.removesuffix(f"{in_block(weight)}.weight")):
+                cuts = {weight: tp if cut_of(weight, shape) == "rows" else 1 for weight in block}
+                yield [(shape.tensors[weight][0] // cut, weight in chosen) for weight, cut in cuts.items()]
+            return
         wide = shape.hidden_dim // tp
         sizes = {"q": shape.n_heads * shape.head_dim // tp, "k": shape.n_kv_heads * shape.head_dim // tp}
         sizes |= {"v": sizes["k"], "o": shape.dim // tp, "gate": wide, "up": wide, "down": shape.dim // tp}
-        layers = [name for name in sizes if name in adaptable(shape)]  # in the order in which they are computed
-        products = [[sizes[name]] + [self.lora.rank, sizes[name]] * (name in adapted) for name in layers]
-        kept, before = list(chain.from_iterable(products))[::2], [sizes[name] for name in layers][::2]
-        return sum(kept) - sum(before)
+        yield [(size, name in adapted) for name, size in sizes.items() if name in adaptable(shape)]
 
     def described(self, config: Config) -> str:
         lora, trained = self.lora, self.number()

@@ -5,7 +5,7 @@ from functools import partial
 
 from titan_rl.config.sections import Config
 from titan_rl.preflight.refusal import problem
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ABSORBED, ModelShape, SpecShape
 
 FP8_MULTIPLE = 16  # rows and columns of CUTLASS's fp8 products
 
@@ -21,10 +21,25 @@ def quantization_problems(config: Config, shape: ModelShape, device: str) -> Ite
         return
     if g.dtype != "bfloat16":
         yield wrong("generator.dtype", '"bfloat16" or "auto", because vLLM\'s fp8 kernels take no other')
-    tp = g.tensor_parallel_degree
-    queries, keys = shape.n_heads // tp * shape.head_dim, max(1, shape.n_kv_heads // tp) * shape.head_dim
-    sizes = {"dim": shape.dim, "query rows": queries, "q, k and v rows": queries + 2 * keys}
-    for what, size in (sizes | {"hidden_dim": shape.hidden_dim // tp}).items():
+    if isinstance(shape, SpecShape) and any(name.endswith(ABSORBED) for name in shape.tensors):
+        why = "because vLLM's latent attention makes copies of fp8 weights that no sync writes"
+        yield wrong("generator.quantization", f'"int8" or "none" for {shape.family}, {why}')
+    for what, size in dict.fromkeys(_sizes(shape, g.tensor_parallel_degree)):
         if size % FP8_MULTIPLE:
             why = f"because vLLM pads fp8 weights, a rank of which has {size} {what}, to multiples of {FP8_MULTIPLE}"
             yield wrong("generator.quantization", f'"none", {why}')
+
+
+def _sizes(shape: ModelShape, tp: int) -> Iterator[tuple[str, int]]:
+    """Yield numbers of rows and columns of a rank's linear layers. A head stays whole."""
+    if isinstance(shape, SpecShape):
+        for weight, linear in shape.adaptable.items():
+            rows, columns = shape.tensors[weight]
+            yield "rows", max(rows // tp, min(rows, shape.head_dim)) if linear.cut == "rows" else rows
+            yield "columns", columns // tp if linear.cut == "columns" else columns
+        return
+    queries, keys = shape.n_heads // tp * shape.head_dim, max(1, shape.n_kv_heads // tp) * shape.head_dim
+    yield "dim", shape.dim
+    yield "query rows", queries
+    yield "q, k and v rows", queries + 2 * keys
+    yield "hidden_dim", shape.hidden_dim // tp

@@ -16,7 +16,7 @@ LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo
 class AdapterSpec:
     rank: int
     alpha: float  # their product is multiplied by alpha / rank
-    targets: tuple[str, ...]  # names of ext.adapters.layers.LAYERS
+    targets: tuple[str, ...]  # as in lora.targets
     seed: int
 
     @property

@@ -23,7 +23,7 @@ from typing import Any
 
 from titan_rl.batch.packing import UpTo
 from titan_rl.config.plain_files import text_of
-from titan_rl.ext.adapters.layers import LAYERS, targets
+from titan_rl.ext.adapters.layers import adaptable, targets
 from titan_rl.ext.tinker import messages
 from titan_rl.ext.tinker.messages import BadInput
 from titan_rl.ext.tinker.served import FACTS, AdapterSpec
@@ -289,7 +289,8 @@ class Service:
         config, shape = self._setup.config, self._setup.shape
         rank = messages.integer(lora, "lora_config.", "rank", None, 1, config.lora.rank)
         left_out = [name for name in ("attn", "mlp") if lora.get(f"train_{name}") is False]
-        chosen = [t for t in targets(config.lora, shape) if not any(name in LAYERS[t] for name in left_out)]
+        layers = adaptable(shape)
+        chosen = [t for t in targets(config.lora, shape) if not any(name in layers[t] for name in left_out)]
         if not chosen:
             raise BadInput("lora_config: expected train_attn or train_mlp: unembeddings have no adapter here")
         seed = messages.integer(lora, "lora_config.", "seed", config.debug.seed, -(2**63), 2**63)

@@ -61,8 +61,6 @@ def check_spec(config: Config, shape: ModelShape) -> Iterator[str]:
         yield wrong("algorithm.name", f"another, because {shape.family} has no value head here")
     if "critic" in config.roles:
         yield wrong("algorithm.name", f"one without a critic, because {shape.family} has no value head here")
-    if config.generator.quantization != "none":
-        yield wrong("generator.quantization", f'"none", because vLLM\'s layers of {shape.family} are not known')
 
 
 def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:

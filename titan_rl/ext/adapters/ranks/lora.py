@@ -27,14 +27,15 @@ from titan_rl.ext.adapters.layers import (
     PEFT_FOLDER,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
-    TITAN_NAMES,
     adapted,
+    adapted_weights,
     adapter_names,
+    builders,
     targets,
 )
 from titan_rl.ext.adapters.ranks.merged import Merged, applied
 from titan_rl.wire import weight_plan
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.seeds import derive
 
 MATRIX = re.compile(r"\.lora_([ab])(?=\.weight$)")
@@ -50,7 +51,8 @@ class Adapters(Adaptation):
 
     def convert(self, spec: ModelSpec, shape: ModelShape) -> None:
         """Give the linear layers of lora.targets their adapters, which are sharded like the layers."""
-        names = sorted({TITAN_NAMES[target] for target in targets(self._lora, shape)})
+        built = builders(shape)
+        names = sorted({built[target] for target in targets(self._lora, shape)})
         converter = LoRAConverter.Config(rank=self._lora.rank, alpha=self._lora.alpha, target_modules=names)
         spec.model = converter.build().convert(spec.model)
 
@@ -156,6 +158,9 @@ def write_peft(folder: Path, tensors: dict[str, torch.Tensor], lora: LoraSection
     """Write whole adapters, by Hugging Face's names, in PEFT's layout. `base`: the folder of the frozen weights."""
     folder.mkdir()
     named = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    layers = adapted(shape, lora)
+    if isinstance(shape, SpecShape):  # whose folder may have more layers of these names, such as a vision tower's
+        layers = [weight.removesuffix(".weight") for weight in adapted_weights(lora, shape)]
     (folder / PEFT_WEIGHTS).write_bytes(save(named, {"format": "pt"}))
     settings = {
         "peft_type": "LORA",
@@ -164,7 +169,7 @@ def write_peft(folder: Path, tensors: dict[str, torch.Tensor], lora: LoraSection
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": adapted(shape, lora),
+        "target_modules": layers,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

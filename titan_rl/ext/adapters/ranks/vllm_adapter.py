@@ -8,15 +8,16 @@ They are in their slots from the start, as zeros, and are never loaded: a weight
 verifies it, as any parameter. Every request names its slot, so that requests of several policies share a step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.actors.vllm.vllm_params import in_slot
 from titan_rl.config.sections import LoraSection
-from titan_rl.ext.adapters.layers import adapted
+from titan_rl.ext.adapters.layers import adapted, adapted_weights, in_block
 from titan_rl.ext.adapters.ranks.cpu_adapters import apply_adapters
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.types import Request
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ class SlotAdapters(EngineAdapters):
     lora: LoraSection
     shape: ModelShape
 
-    def engine_args(self, *, on_cpu: bool) -> dict[str, Any]:
+    def engine_args(self, args: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
         if on_cpu:
             apply_adapters()
-        layers = adapted(self.shape, self.lora)
+        layers = modules(self.lora, self.shape, args)
         sizes = {"max_loras": self.slots, "max_lora_rank": self.lora.rank}
         return {"enable_lora": True, "lora_target_modules": layers, **sizes}
 
@@ -54,6 +55,21 @@ class SlotAdapters(EngineAdapters):
             for kind, stacked in {"lora_a": layer.lora_a_stacked, "lora_b": layer.lora_b_stacked}.items():
                 tensors |= {in_slot(slot, f"{name}.{kind}.{i}"): part[slot, 0] for i, part in enumerate(stacked)}
         return tensors
+
+
+def modules(lora: LoraSection, shape: ModelShape, args: Mapping[str, Any]) -> list[str]:
+    """Return what an engine of EngineArgs calls the adapted layers: the folder's names but for other models, whose
+    class in vLLM names them."""
+    if not isinstance(shape, SpecShape):
+        return adapted(shape, lora)
+    from vllm import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    model: Any = get_model_cls(EngineArgs(**args).create_model_config())
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    weights = adapted_weights(lora, shape)
+    names = [mapper.get_rename_mapper().map_name(weight) for weight in weights] if mapper else weights
+    return sorted({in_block(name).rpartition(".")[2] for name in names})
 
 
 def put_zeros(model: Any) -> None:

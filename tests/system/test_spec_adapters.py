@@ -1,0 +1,108 @@
+"""Adapters of models that are not made of our blocks: engines compute with the trainers' adapters, which are merged
+into an export, and a run goes on with them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support import gemma4, muse_glimmer
+from support.running import Run, Runs
+
+RANK, ALPHA = 8, 16.0
+KEYS: dict[str, Any] = {
+    **{"model__name": "auto", "lora__rank": RANK, "lora__alpha": ALPHA, "lora__sync": "adapter"},
+    **{"cold_start__steps": 2, "training__steps": 4, "checkpoint__interval": 2, "optimizer__lr": 1e-2},
+    **{"eval__size": 0, "generator__replicas": 1, "rollout__max_new_tokens": 6},
+    **{"lr_scheduler__warmup_steps": 1, "lr_scheduler__decay_ratio": 0},  # equal steps in a shorter run
+}
+TENSOR_PARALLEL: dict[str, Any] = {
+    **{"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    "generator__tensor_parallel_degree": 2,
+}
+BITS_16: dict[str, Any] = {"generator__dtype": "bfloat16", "training__mixed_precision_param": "bfloat16"}
+LAGGING: dict[str, Any] = {"rollout__max_staleness_steps": 1, "optimizer__lr": 1e-4}
+
+
+def gemma(folder: Path) -> Path:
+    keys = gemma4.drawn(7, ranks=2) | {"attention_k_eq_v": True, "final_logit_softcapping": 20.0}
+    return gemma4.make_model(folder, keys | {"num_hidden_layers": 2, "layer_types": [gemma4.WINDOW, gemma4.FULL]})
+
+
+MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {  # and how many weights have an adapter
+    "Gemma 4, keys as values in a layer": (gemma, 6 + 7),
+    "Muse Glimmer, with a tower in the folder": (muse_glimmer.make_model, 6 * 8),
+}
+PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
+    "merged": ({"lora__sync": "merge"}, 1e-4),
+    "tensor parallel": (TENSOR_PARALLEL, 1e-4),
+    "16 bits and a lag": (BITS_16 | LAGGING, 5e-2),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    make, adapted = MODELS[request.param]
+    return make(tmp_path_factory.mktemp("adapted") / "model"), adapted
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs, model: tuple[Path, int]) -> Run:
+    """A run whose engines apply the adapters."""
+    return adapted_run(runs, model, "whole")
+
+
+def adapted_run(runs: Runs, model: tuple[Path, int], name: str, **keys: Any) -> Run:
+    return runs.finish(model[0].parent / name, model__hf_assets_path=model[0], **(KEYS | keys))
+
+
+def test_engines_apply_the_adapters(whole: Run, model: tuple[Path, int]) -> None:
+    assert_sampled(whole, 1e-4)
+    assert_merged(model, whole.folder / "hf", torch.float32)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_engines_sample_with_the_adapters(runs: Runs, model: tuple[Path, int], pair: str) -> None:
+    keys, most = PAIRS[pair]
+    run = adapted_run(runs, model, pair, **keys)
+    assert_sampled(run, most)
+    assert_merged(model, run.folder / "hf", torch.bfloat16 if BITS_16.items() <= keys.items() else torch.float32)
+
+
+def assert_sampled(run: Run, most: float) -> None:
+    gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
+    assert len(gaps) == KEYS["training__steps"]
+    assert max(gaps) < most
+
+
+def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> None:
+    """Assert that an export is the folder, which the trainer keeps in `dtype`, plus B A of each adapter beside it."""
+    (file,) = export.glob("*.safetensors")
+    before, after = load_file(model[0] / "model.safetensors"), load_file(file)
+    adapters = load_file(export / "adapter" / "adapter_model.safetensors")
+    changes = {name for name in adapters if name.endswith("lora_B.weight") and adapters[name].any()}
+    assert len(changes) == model[1]
+    for name in changes:
+        weight = name.removeprefix("base_model.model.").replace("lora_B.", "")
+        change = ALPHA / RANK * adapters[name] @ adapters[name.replace("lora_B", "lora_A")]
+        torch.testing.assert_close(after.pop(weight), before.pop(weight).to(dtype) + change)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(w, before[name]) or torch.equal(w, before[name].to(dtype)) for name, w in after.items())
+
+
+def test_a_run_goes_on_to_the_last_bit(runs: Runs, model: tuple[Path, int], whole: Run) -> None:
+    adapted_run(runs, model, "parts", training__steps=2)
+    parts = adapted_run(runs, model, "parts")
+    (one,), (other,) = ((run.folder / "hf").glob("*.safetensors") for run in (whole, parts))
+    assert all(torch.equal(w, load_file(other)[name]) for name, w in load_file(one).items())
+
+
+def test_both_kinds_of_export_are_proven(whole: Run, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl", "export", str(whole.folder), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "adapter/ has the adapters for PEFT" in done.stdout, done.stderr
