@@ -4,6 +4,7 @@ TitanModel needs torchrun's environment variables, but not Monarch. Every role i
 together with an optimizer (phase.py); the reference, the teacher and the reward model alone.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
@@ -407,10 +409,6 @@ class TitanModel:
             for one in self.shape.stacked():
                 state[one] = transposed(state[one])
             sizes = {name: written.itemsize * math.prod(size) for name, size in self.shape.folder_tensors().items()}
-            if isinstance(self.shape, SpecShape):
-                others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.tensors)
-                state |= others
-                sizes |= {name: value.nbytes for name, value in others.items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
                 fqn_to_index_mapping=file_numbers(sizes, file_bytes),
@@ -420,6 +418,9 @@ class TitanModel:
             save(state, storage_writer=writer)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
+            if isinstance(self.shape, SpecShape):
+                others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.tensors)
+                add_file(Path(folder), others)
         adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
 
     @property
@@ -566,6 +567,21 @@ def _by_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     mesh = like.device_mesh
     everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=[Shard(0)] * mesh.ndim)
+
+
+def add_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors as they are to a further file of an exported folder. torch's writer makes zeros of those that have
+    no dimension (2.13)."""
+    if not tensors:
+        return
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = f"model-{len(set(index['weight_map'].values())) + 1:05}-as-given.safetensors"
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod(0o644)  # safetensors makes it readable by its owner only
+    index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    index["weight_map"] |= dict.fromkeys(tensors, name)
+    path.write_text(json.dumps(index, indent=2))
 
 
 def file_numbers(sizes: dict[str, int], file_bytes: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.preflight.plan import write_model_folder
@@ -39,3 +40,9 @@ def write_models(config: Config) -> None:
         write_hf(Path(config.teacher.hf_assets_path), shape)
     if config.task.reward == "model":
         write_hf(Path(config.reward_model.hf_assets_path), shape.with_value_head())
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from support.folders import tensors_of
 from support.muse_glimmer import make_model, transformers_model
 from support.running import Run, Runs
 
@@ -69,9 +69,7 @@ def test_it_learns_and_exports(runs: Runs, folder: Path) -> None:
     run = trained(runs, folder, "learns", training__steps=120, training__global_batch_size=64)
     losses = [loss for loss, _ in steps(run)]
     assert losses[-1] < 0.5 * losses[0]
-    before = load_file(folder / "model.safetensors")
-    (file,) = (run.folder / "hf").glob("*.safetensors")
-    after = load_file(file)
+    before, after = tensors_of(folder), tensors_of(run.folder / "hf")
     assert {name: w.shape for name, w in after.items()} == {name: w.shape for name, w in before.items()}
     kept = {name for name, w in after.items() if torch.equal(w, before[name])}
     assert kept == {name for name in before if "vision" in name}
@@ -84,9 +82,9 @@ def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
     out = folder.parent / "exported"
     command = [sys.executable, "-m", "titan_rl", "export", str(usual.folder), "--out", str(out)]
     subprocess.run(command, check=True)
-    (file,), (at_end,) = (each.glob("*.safetensors") for each in (out, usual.folder / "hf"))
-    assert load_file(file).keys() == load_file(folder / "model.safetensors").keys()
-    assert all(torch.equal(w, load_file(at_end)[name]) for name, w in load_file(file).items())
+    exported, at_end = tensors_of(out), tensors_of(usual.folder / "hf")
+    assert exported.keys() == tensors_of(folder).keys()
+    assert all(torch.equal(w, at_end[name]) for name, w in exported.items())
 
 
 def test_pairs_are_learned(runs: Runs, folder: Path) -> None:

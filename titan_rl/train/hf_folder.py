@@ -28,6 +28,9 @@ COPIED = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files that an exported model has in common with the folder that training took its tokenizer from."""
 
