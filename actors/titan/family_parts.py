@@ -175,11 +175,15 @@ class ScaledEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        pass
+        parts: int = 1  # equal parts of it are embeddings, whose size counts
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.factor = (self.embedding_dim // config.parts) ** 0.5
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         embedded = super().forward(input)
-        return embedded * torch.tensor(self.embedding_dim**0.5, dtype=embedded.dtype, device=embedded.device)
+        return embedded * torch.tensor(self.factor, dtype=embedded.dtype, device=embedded.device)
 
 
 class NoRoPE(ScaledRoPE):

@@ -6,6 +6,7 @@ The last line of the output is JSON: fields of SpecShape. Exit code 1: the last 
 """
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -38,7 +39,9 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         "dim": model.dim,
         "n_layers": len(model.layers),
         "n_heads": attention.n_heads,
-        "n_kv_heads": getattr(attention, "n_kv_heads", None) or attention.n_heads,
+        "n_kv_heads": math.gcd(  # which tensor parallelism divides
+            *(getattr(layer.attention, "n_kv_heads", None) or layer.attention.n_heads for layer in model.layers)
+        ),
         "head_dim": _head_dim(attention, model.dim),
         "latent_dim": latent + attention.qk_rope_head_dim if latent else 0,
         **_feed_forwards(model.layers),

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_rl.config.sections import GeneratorSection
-from titan_rl.wire.model_families import ENGINE_KEYS
+from titan_rl.wire.model_families import SPECS
 from titan_rl.wire.model_shape import SpecShape
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Request, Sampling
@@ -35,8 +35,9 @@ def engine_args(settings: Any) -> dict[str, Any]:
     # A sync writes whole numbers, also where the folder has experts in 4 bits. vLLM's loader takes no None.
     whole = {"quantization_config": None} if values["load_format"] == "dummy" else {}
     text: dict[str, Any] = {"language_model_only": True} if isinstance(settings.shape, SpecShape) else {}
-    overrides = whole | ({"has_vision": False} if whole and text else {})  # Muse Glimmer's key; a folder has the tower
-    overrides |= ENGINE_KEYS.get(settings.shape.family, {}) if settings.shape else {}
+    built = SPECS.get(settings.shape.family) if text else None
+    overrides = whole | dict(built.engine_keys if built else {})
+    overrides |= dict(built.text_only if built and whole else {})  # a loaded folder has the tower
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,

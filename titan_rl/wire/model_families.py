@@ -209,17 +209,30 @@ FAMILIES: dict[Family, FamilyParts] = {
 }
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
-SPECS = {
-    "muse_glimmer": "titan_rl.actors.titan.muse_glimmer:spec",
-    "gemma4_text": "titan_rl.actors.titan.gemma4:spec",
-    "deepseek_v3": "titan_rl.actors.titan.deepseek_v3:spec",
-}
-"""Functions that return TorchTitan's spec of a model_type from its config.json."""
 
-ENGINE_KEYS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltFamily:
+    """A family that is not made of the parts above."""
+
+    spec: str  # "module:function": TorchTitan's spec from the keys of a config.json
+    engine_keys: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that vLLM needs in config.json, to compute what transformers computes without them."""
+    text_only: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json by which vLLM builds no tower
+
+
+SPECS: dict[str, BuiltFamily] = {  # by model_type
+    "muse_glimmer": BuiltFamily(
+        spec="titan_rl.actors.titan.muse_glimmer:spec", text_only=MappingProxyType({"has_vision": False})
+    ),
+    "gemma4_text": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
+    "gemma4": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
+    "deepseek_v3": BuiltFamily(
+        spec="titan_rl.actors.titan.deepseek_v3:spec",
+        engine_keys=MappingProxyType(
+            {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
+        ),
+    ),
 }
-"""Keys that vLLM needs in the config.json of a model_type, to compute what transformers computes without them."""
 
 OTHER_KINDS = {  # why a model_type has no entry
     "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "llama4"),

@@ -512,7 +512,8 @@ def shape_of_folder(folder: str, key: str, spec: str = "") -> ModelShape:
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not a JSON object")
-        if spec := spec or SPECS.get(str(found.get("model_type")), ""):
+        built = SPECS.get(str(found.get("model_type")))
+        if spec := spec or (built.spec if built else ""):
             return SpecShape.of(spec, text)
         return ModelShape.from_hf(found)
     except RecursionError as error:
