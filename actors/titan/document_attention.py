@@ -165,6 +165,9 @@ def cut_rows(model: Any, parts: RowParts | None) -> None:
 def masks_of(model: Any, attended: Attended, device: torch.device) -> Any:
     """Return the masks that the model's attention takes for these segments."""
     attention = model.config.first_attention.inner_attention
+    states = any(hasattr(layer.attention, "recurrent_heads") for layer in model.config.layers)
+    if states and attended.before.any():
+        raise ValueError("expected whole documents for layers with a recurrent state, found parts of some")
     if isinstance(attention, DocumentSDPA.Config):
         return classed_masks(attended, device)
     masks = varlen_masks(attended, device)

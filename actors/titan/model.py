@@ -419,7 +419,7 @@ class TitanModel:
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
             if isinstance(self.shape, SpecShape):
-                others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.tensors)
+                others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.folder_tensors())
                 add_file(Path(folder), others)
         adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
 

@@ -37,7 +37,8 @@ def read_shards(
                 target = local[shard.name]
                 name, first = folder_rows.get(shard.name, (shard.name, 0))
                 in_4_bits = name + BLOCKS in tensors
-                stacked = in_4_bits or len(tensors[name].get_shape()) == 3  # matrices of experts, transposed
+                sizes = () if in_4_bits else tensors[name].get_shape()
+                stacked = in_4_bits or (len(sizes) == 3 and sizes[1] > 1)  # matrices of experts, transposed
                 row0 = shard.row0 if stacked else first + shard.row0
                 rows, columns = slice(row0, row0 + shard.rows), slice(shard.col0, shard.col0 + shard.cols)
                 if in_4_bits:
@@ -45,6 +46,8 @@ def read_shards(
                     target.copy_(of_mxfp4(*packed)[:, columns])
                 elif stacked:
                     target.copy_(tensors[name][first, columns, rows].T)
+                elif len(sizes) == 3:  # a convolution of each channel
+                    target.copy_(tensors[name][rows, 0, columns])
                 else:
                     target.copy_(tensors[name][(rows, columns) if target.dim() > 1 else rows])
 

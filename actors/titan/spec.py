@@ -173,7 +173,8 @@ def given_spec(shape: SpecShape, seq_len: int) -> ModelSpec:
     spec = spec_of(shape.spec, json.loads(shape.hf))
     model: Any = spec.model
     for layer in model.layers:
-        layer.attention.rope = replace(layer.attention.rope, max_seq_len=seq_len)
+        if rope := getattr(layer.attention, "rope", None):
+            layer.attention.rope = replace(rope, max_seq_len=seq_len)
         if type(getattr(layer, "moe", None)) is MoE.Config:
             layer.moe = derive(layer.moe, Mixture.Config)
     return spec

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import spmd_types as spmd
@@ -28,11 +29,15 @@ from titan_rl.config.sections import Config, ParallelismSection
 def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
     spec = spec_of(spec_name, config)
     model: Any = spec.model
+    recurrent_heads, folder = 0, tensors(spec)
     for i, layer in enumerate(model.layers):
         inner = getattr(layer.attention, "inner_attention", None)
-        if not isinstance(inner, VarlenAttention.Config):
+        if heads := getattr(layer.attention, "recurrent_heads", ()):
+            recurrent_heads = math.gcd(recurrent_heads, *heads)
+        elif not isinstance(inner, VarlenAttention.Config):
             raise ValueError(f"expected VarlenAttention in layer {i}, found {type(inner).__qualname__}")
     attention, eps = model.first_attention, model.norm.eps
+    attentions = [each.attention for each in model.layers if not getattr(each.attention, "recurrent_heads", ())]
     latent = getattr(attention, "kv_lora_rank", None)
     return {
         "vocab_size": model.vocab_size,
@@ -40,7 +45,7 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         "n_layers": len(model.layers),
         "n_heads": attention.n_heads,
         "n_kv_heads": math.gcd(  # which tensor parallelism divides
-            *(getattr(layer.attention, "n_kv_heads", None) or layer.attention.n_heads for layer in model.layers)
+            *(getattr(each, "n_kv_heads", None) or each.n_heads for each in attentions)
         ),
         "head_dim": _head_dim(attention, model.dim),
         "latent_dim": latent + attention.qk_rope_head_dim if latent else 0,
@@ -49,8 +54,11 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": attention.rope.theta,
         "norm_eps": eps,
         "tied": model.enable_weight_tying,
-        "tensors": tensors(spec),
-        "adaptable": adaptable(spec),
+        "tensors": folder,
+        "fused_tensors": fused(spec, folder),
+        "float32_ends": getattr(spec.state_dict_adapter, "in_float32", ()),
+        "recurrent_heads": recurrent_heads,
+        "adaptable": {} if recurrent_heads else adaptable(spec),
     }
 
 
@@ -92,9 +100,10 @@ def _experts(moe: Any) -> tuple[int, int, int, int]:
 
 
 def tensors(spec: Any) -> dict[str, list[int]]:
-    """Return the sizes of the folder's tensors by name. Each must be a parameter as it is, or an expert's matrix in a
-    stack: a shard of the model is then a rectangle of the folder's tensors, which is what checkpoints, exports and
-    weight syncs move. Biases of routers are buffers, which stay as they are read."""
+    """Return the sizes of the folder's tensors by name. Each must be a parameter as it is, perhaps with another
+    dimension of 1, or an expert's matrix in a stack: a shard of the model is then a rectangle of the folder's tensors,
+    which is what checkpoints, exports and weight syncs move. Biases of routers are buffers, which stay as they are
+    read."""
     with torch.device("meta"):
         model = spec.model.build()
     state, translate = model.state_dict(), adapter(spec, None)
@@ -105,9 +114,10 @@ def tensors(spec: Any) -> dict[str, list[int]]:
         own = dict(enumerate(state[name])) if "{}" in hf_name else {0: state[name]}
         own = {hf_name.format(i): part for i, part in own.items()}
         found = translate.to_hf({name: state[name]})
-        if {n: _place(part) for n, part in own.items()} != {n: _place(part) for n, part in found.items()}:
+        flat = {n: part.squeeze(1) if part.dim() == 3 else part for n, part in found.items()}
+        if {n: _place(part) for n, part in own.items()} != {n: _place(part) for n, part in flat.items()}:
             raise ValueError(f"expected an adapter that only renames tensors, found that it changes {name}")
-        sizes |= {n: list(part.shape) for n, part in own.items()}
+        sizes |= {n: list(part.shape) for n, part in found.items()}
     if buffers := sorted(state.keys() - dict(model.named_parameters()).keys() - biases):
         raise ValueError(f"expected no buffers in a checkpoint but biases of routers, found {buffers[0]}")
     return sizes
@@ -143,6 +153,16 @@ def adaptable(spec: Any) -> dict[str, tuple[str, str]]:
         if isinstance(module, Linear) and config and config[0] not in excluded:
             linears[f"{path}.weight"] = config
     return {hf_name: linears[name] for name, hf_name in hf_names(spec, list(linears)).items()}
+
+
+def fused(spec: Any, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tensors that the folder has as one, from top to bottom, by its name there."""
+    return {
+        name.removesuffix(parts[0]) + one: [name.removesuffix(parts[0]) + part for part in parts]
+        for one, parts in getattr(spec.state_dict_adapter, "fused", {}).items()
+        for name in names
+        if name.endswith("." + parts[0])
+    }
 
 
 if __name__ == "__main__":

@@ -217,6 +217,7 @@ class Engine:
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
         shape, loaded = settings.shape, settings.load_format == "auto"
+        self._float32_ends = OF_ROUTER if shape is None else shape.halves(settings.dtype)
         has_more = loaded and isinstance(shape, SpecShape)  # than the text model, such as a vision tower
         quantized = settings.quantization != "none"
         self._layout = None if shape is None or has_more else self._learned(shape, quantized=quantized)
@@ -349,13 +350,13 @@ class Engine:
 
     def params(self, slot: int = 0) -> "dict[str, Tensor]":
         """Return the live parameters, and the adapter in a slot, to be overwritten in place between suspend and
-        set_version. Routers that an engine of 16 bits has in 32 are viewed as halves."""
+        set_version. What an engine of 16 bits has in 32, such as routers, is viewed as halves."""
         from titan_rl.actors.sync.halves import halves_of
 
         dtype: Any = self._llm.vllm_config.model_config.dtype
 
         def viewed(name: str, p: "Tensor") -> "Tensor":
-            halved = name.endswith(OF_ROUTER) and p.dtype.itemsize > dtype.itemsize
+            halved = name.endswith(self._float32_ends) and p.dtype.itemsize > dtype.itemsize
             return halves_of(p, dtype) if halved else p
 
         def live(model: Any) -> "dict[str, Tensor]":

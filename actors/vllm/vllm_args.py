@@ -38,8 +38,10 @@ def engine_args(settings: Any) -> dict[str, Any]:
     built = SPECS.get(settings.shape.family) if text else None
     overrides = whole | dict(built.engine_keys if built else {})
     overrides |= dict(built.text_only if built and whole else {})  # a loaded folder has the tower
+    recurrent = settings.shape is not None and settings.shape.recurrent_heads
     return {
         **keys,
+        **({"mamba_ssm_cache_dtype": "float32"} if recurrent else {}),
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
         "max_num_batched_tokens": settings.max_num_batched_tokens or None,  # None: vLLM's default
         # The processes exist already: each rank builds its own engine, and finds its peers by RANK and MASTER_ADDR.

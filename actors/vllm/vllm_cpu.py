@@ -49,6 +49,7 @@ def patch() -> None:
     rotate_all_heads()
     reduce_over_gloo()
     keep_async_scheduling()
+    run_delta_layers()
 
 
 def keep_linear_weights() -> None:
@@ -166,3 +167,14 @@ def keep_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = asked
 
     platform.check_and_update_config = classmethod(update_the_rest)
+
+
+def run_delta_layers() -> None:
+    """Compute Gated DeltaNet in torch, in the dtype of the model. vLLM's kernels for a CPU take bfloat16 only, and a
+    packed weight of the convolution, which an in-place write would spoil."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    from titan_rl.actors.vllm import delta_layers
+
+    module: Any = gdn_attention
+    module.cpu_gdn_attention_core = delta_layers.run

@@ -93,7 +93,7 @@ def learn(folder: Path, layout: str, names: Sequence[str], family: Family = "lla
         if name == "critic":
             model.initialize()
         model.begin_phase("rl", 0)
-        packer = Packer(given, UpTo(2), 0)
+        packer = Packer(given, UpTo(2), 0, True)
         row = dist.get_rank() // p.row_ranks
 
         def scored(asked: list[Sample], model: Any = model, packer: Packer = packer, p: Any = p) -> list[np.ndarray]:

@@ -218,7 +218,7 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (_text("config.json", b"\xff\xfe"), "expected a usable"),
     (lambda f: (f / "config.json").unlink(), "expected a config.json in"),
     (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "expected a usable"),
-    (_with(model_type="gpt2"), 'gemma4_text or gemma4, found "gpt2"'),
+    (_with(model_type="gpt2"), 'qwen3_5 or deepseek_v3, found "gpt2"'),
     (_with(hidden_size="128"), "hidden_size: expected a positive integer"),
     (_with(hidden_size=-1), "hidden_size: expected a positive integer"),
     (_with(hidden_size=10**30), "hidden_size: expected at most"),

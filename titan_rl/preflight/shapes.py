@@ -82,3 +82,10 @@ def shape_of_role(config: Config, role: str) -> ModelShape | None:
 def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
     own = {name: shape_of_role(config, name) or shape for name in config.roles}
     return own | ({"critic": shape.with_value_head()} if "critic" in own else {})
+
+
+def shares_prompts(config: Config) -> bool:
+    """Return whether packed samples may share the places of a prompt: not if a model has a recurrent state, which a
+    place hands on to the next one only."""
+    shape, _ = usable_shape(config)
+    return shape is None or not any(own.recurrent_heads for own in (shape, *role_shapes(config, shape).values()))

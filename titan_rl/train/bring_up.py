@@ -272,6 +272,7 @@ async def _generators(
         model_dir=str(setup.model_folder),
         shape=setup.shape,
         block_size=BLOCK_TOKENS[setup.device],
+        enable_prefix_caching=not setup.shape.recurrent_heads,  # vLLM has states at the ends of whole blocks only
         sleeps=config.placement.kind == "colocated" and bool(config.placement.sleep) and not loaded,
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,

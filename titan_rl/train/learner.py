@@ -23,6 +23,7 @@ from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, u
 from titan_rl.config.methods import advantage_of
 from titan_rl.config.sections import Config
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.preflight.shapes import shares_prompts
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
@@ -65,11 +66,13 @@ class Packer:
     config: Config
     rows: int | UpTo  # per microbatch
     pad_id: int
+    share: bool  # places of prompts
 
     @classmethod
     def of(cls, config: Config, resolved: Config, pad_id: int) -> "Packer":
         """Microbatches have training.local_batch_size rows, or the most that fit in memory."""
-        return cls(config, config.training.local_batch_size or UpTo(resolved.training.local_batch_size), pad_id)
+        rows = config.training.local_batch_size or UpTo(resolved.training.local_batch_size)
+        return cls(config, rows, pad_id, shares_prompts(config))
 
     def update(self, samples: Sequence[Sample], dp: int, *, whole: bool = True) -> list[Batch]:
         """Pack an update of the algorithm, or a streamed part of it."""
@@ -90,7 +93,7 @@ class Packer:
             pad_id=self.pad_id,
             together=together,
             weighting=weighting,
-            share=True,
+            share=self.share,
         )
 
 

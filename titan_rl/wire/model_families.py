@@ -226,6 +226,8 @@ SPECS: dict[str, BuiltFamily] = {  # by model_type
     ),
     "gemma4_text": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
     "gemma4": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
+    "qwen3_5_text": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
+    "qwen3_5": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
     "deepseek_v3": BuiltFamily(
         spec="titan_rl.actors.titan.deepseek_v3:spec",
         engine_keys=MappingProxyType(
@@ -235,7 +237,9 @@ SPECS: dict[str, BuiltFamily] = {  # by model_type
 }
 
 OTHER_KINDS = {  # why a model_type has no entry
-    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "llama4"),
+    "mixture of experts of another kind": (
+        *("mixtral", "qwen2_moe", "deepseek_v2", "llama4", "qwen3_5_moe", "qwen3_5_moe_text"),
+    ),
     "model with other norms, scales or activations": ("gemma", "gemma2", "olmo", "granite"),
     "model with fused or partly rotated projections": ("phi", "glm", "chatglm", "gpt_neox", "stablelm"),
     "model with vision": (

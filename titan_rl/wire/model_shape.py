@@ -77,6 +77,7 @@ class ModelShape:
     groups_per_token: int = 0  # whose experts a token may pass
     latent_dim: int = 0  # numbers that latent attention caches of a token in each layer; 0: keys and values
     mxfp4: bool = field(default=False, compare=False)  # the folder has experts in 4 bits; exports do not
+    recurrent_heads: int = 0  # ranks that can share a layer with a recurrent state divide it; 0: there is no such layer
 
     @property
     def parts(self) -> FamilyParts:
@@ -432,13 +433,18 @@ class SpecShape(ModelShape):
     hf: str  # config.json
     tensors: Mapping[str, tuple[int, ...]] = field(hash=False)  # sizes by the names in the folder
     adaptable: Mapping[str, SpecLinear] = field(hash=False)  # layers that TorchTitan can give adapters, by their weight
+    fused_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # see fused()
+    float32_ends: tuple[str, ...] = ()  # ends of the names of tensors that vLLM keeps in float32
 
     @classmethod
     def of(cls, spec: str, text: str) -> "SpecShape":
         sizes, family = dict(sizes_of_spec(spec, text)), cast("Family", json.loads(text)["model_type"])
         tensors = {name: tuple(size) for name, size in sizes.pop("tensors").items()}
         adaptable = {name: SpecLinear(*linear) for name, linear in sizes.pop("adaptable").items()}
-        return cls(**sizes, family=family, tensors=tensors, adaptable=adaptable, spec=spec, hf=text)
+        fused = {one: tuple(parts) for one, parts in sizes.pop("fused_tensors").items()}
+        ends = tuple(sizes.pop("float32_ends"))
+        names = {"tensors": tensors, "fused_tensors": fused, "float32_ends": ends, "adaptable": adaptable}
+        return cls(**(sizes | names), family=family, spec=spec, hf=text)
 
     @property
     def parts(self) -> FamilyParts:
@@ -461,7 +467,8 @@ class SpecShape(ModelShape):
         return [(size[0], size[1]) for size in blocks if len(size) == 2]
 
     def halves(self, dtype: str) -> tuple[str, ...]:
-        return (ROUTE_BIAS,) if self.parts.biased_routes and BYTES[dtype] == 2 else ()
+        ends = (*self.float32_ends, *((ROUTE_BIAS,) if self.parts.biased_routes else ()))
+        return ends if BYTES[dtype] == 2 else ()
 
     @property
     def hf_head(self) -> dict[str, Any]:
@@ -469,6 +476,9 @@ class SpecShape(ModelShape):
 
     def hf_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
         return {name: size for name, size in self.tensors.items() if head or name != HF_LM_HEAD}
+
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.fused_tensors)
 
 
 class SpecCounts(NamedTuple):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from support import qwen3_5
 from support.checked_configs import config
 from support.muse_glimmer import make_model
 from titan_rl.ext.tiny import shrink
@@ -72,6 +73,16 @@ def _pairs(tmp_path: Path) -> Path:
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, folder: Path, keys: str, problem: str) -> None:
     found = problems(config(tmp_path, SFT.format(folder) + keys))
     assert any(line.startswith(problem) for line in found), found
+
+
+def test_layers_with_a_state_are_shared_by_heads_and_not_by_rows(tmp_path: Path) -> None:
+    """3 heads of keys, and of values."""
+    folder = qwen3_5.make_model(tmp_path / "model", qwen3_5.drawn(1, ranks=1))
+    toml = SFT.format(folder) + '"sft"\n[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2'
+    found = problems(config(tmp_path, toml))
+    assert "parallelism.tensor_parallel_degree: expected a divisor of the model's recurrent_heads = 3, found 2" in found
+    expected = "parallelism.context_parallel_degree: expected 1 for qwen3_5_text, whose state no rank hands on to the"
+    assert any(line.startswith(expected) for line in found), found
 
 
 def test_a_family_name_of_another_model_is_refused(tmp_path: Path, folder: Path) -> None:

@@ -61,6 +61,12 @@ def check_spec(config: Config, shape: ModelShape) -> Iterator[str]:
         yield wrong("algorithm.name", f"another, because {shape.family} has no value head here")
     if "critic" in config.roles:
         yield wrong("algorithm.name", f"one without a critic, because {shape.family} has no value head here")
+    if not shape.recurrent_heads:
+        return
+    if config.lora.on:
+        yield wrong("lora.rank", f"0, because layers of {shape.family} with a recurrent state have no adapters here")
+    if config.generator.quantization != "none":
+        yield wrong("generator.quantization", f'"none", because {shape.family} has layers with a recurrent state')
 
 
 def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -68,9 +74,12 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
     for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
         key, tp = f"{mesh}.tensor_parallel_degree", p.tensor_parallel_degree
         own = shape_of_role(config, mesh) or shape
-        for size in ("n_heads", "n_kv_heads", "hidden_dim", "dense_hidden_dim", "vocab_size"):
+        for size in ("n_heads", "n_kv_heads", "recurrent_heads", "hidden_dim", "dense_hidden_dim", "vocab_size"):
             if getattr(own, size) % tp:
                 yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
+        if own.recurrent_heads and p.context_parallel_degree > 1:
+            why, found = "whose state no rank hands on to the next", p.context_parallel_degree
+            yield f"{mesh}.context_parallel_degree: expected 1 for {own.family}, {why}, found {found}"
         if own.parts.wide_norms and tp > 1:
             yield f"{key}: expected 1 for {own.family}, whose norms go over all heads at once, found {tp}"
         yield from _check_experts(mesh, p, own)
@@ -78,7 +87,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
-    for size in ("n_heads", "hidden_dim", "dense_hidden_dim"):
+    for size in ("n_heads", "recurrent_heads", "hidden_dim", "dense_hidden_dim"):
         if getattr(shape, size) % tp:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
     if shape.parts.wide_norms and tp > 1:

@@ -13,7 +13,7 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from titan_rl.batch.experience import minibatches
-from titan_rl.batch.packing import UpTo, fitted
+from titan_rl.batch.packing import fitted
 from titan_rl.config.auto import BLOCK_TOKENS, on_device, resolved
 from titan_rl.config.sections import Config
 from titan_rl.preflight.memory import on_cpu
@@ -59,8 +59,8 @@ def rates_of(folder: Path, cores: float = 0.0) -> tuple[Config, Rates, Work]:
     work = work_of(found)
     began = min(line["time"] - line["time/step"] for line in lines)
     spans = [span for span in spans_of(folder) if span.begin >= began]
-    rows = Packer.of(config, resolved_of(config, cpu), 0).rows
-    places = sum(places_of(step, config, rows) for step in by_step if step)
+    packer = Packer.of(config, resolved_of(config, cpu), 0)
+    places = sum(places_of(step, config, packer) for step in by_step if step)
     of_replica, of_rank = (min(cores, number) * float(cpu) for number in threads_of(config))
     engines = of_replica * config.generator.replicas * config.generator.tensor_parallel_degree
     trainers = of_rank * config.parallelism.world_size
@@ -136,7 +136,7 @@ def trainer_rates(spans: list[Stretched], places: float, steps: int, slow: float
     )
 
 
-def places_of(samples: list[RunSample], config: Config, rows: int | UpTo) -> float:
+def places_of(samples: list[RunSample], config: Config, packer: Packer) -> float:
     """Return the places of a step, padding included, that a rank would compute if answers shared only their prompt: a
     simulated rank computes these, because simulated answers have no text."""
     t, dp = config.training, config.parallelism.dp
@@ -146,7 +146,8 @@ def places_of(samples: list[RunSample], config: Config, rows: int | UpTo) -> flo
         tokens = np.where(np.arange(size) < prompt, sample.prompt_id, -1 - k)
         trained.append(wire.Sample(tokens, sample.mask[:size], prompt=prompt, sequence=k))
     parts = minibatches(trained, config.algorithm, config.rollout.group_size)
-    return sum(fitted(part, dp, t.seq_len, rows, share=True)[0].places for part in parts) / dp
+    fits = (fitted(part, dp, t.seq_len, packer.rows, share=packer.share)[0] for part in parts)
+    return sum(fit.places for fit in fits) / dp
 
 
 def resolved_of(config: Config, cpu: bool) -> Config:

@@ -6,7 +6,7 @@ rank stands for all of a replica, and one for all of a dp row.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ class SizedPacker(Packer):
     """Finds the microbatches of samples, as Packer does, and leaves them empty: filling them takes most of its time."""
 
     def _packed(self, samples: Sequence[Sample], dp: int, together: int, weighting: Weighting) -> list[Batch]:
-        fit, plain = fitted(samples, dp, self.config.training.seq_len, self.rows, together=together, share=True)
+        fit, plain = fitted(samples, dp, self.config.training.seq_len, self.rows, together=together, share=self.share)
         n = np.broadcast_to(np.int64(0), (fit.rows, fit.length))  # nothing
         rows = Rows(n, n, n, n, n, n, n, n, {}, n)
         tokens = sum(int(np.asarray(sample.mask).sum()) for sample in samples)
@@ -286,7 +286,7 @@ class SizedLearner(Learner):
 
     def __init__(self, run: RunParts) -> None:
         super().__init__(run)
-        self.packer = SizedPacker(self.packer.config, self.packer.rows, self.packer.pad_id)
+        self.packer = SizedPacker(*(getattr(self.packer, key.name) for key in fields(self.packer)))
 
     async def scores(
         self,
