@@ -3,9 +3,13 @@
 import json
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from bench.family_folders import SPEC_OF_USER
+from titan_rl.config import sections as c
+from titan_rl.wire.model_shape import ModelShape
 
 SEQ_LEN, NEW = 192, 60
 MESHES = {"1": (1, 1), "dp 2": (2, 1), "tp 2": (1, 2), "dp 2 x tp 2": (2, 2)}  # data, tensor parallel
@@ -13,35 +17,37 @@ MESHES = {"1": (1, 1), "dp 2": (2, 1), "tp 2": (1, 2), "dp 2 x tp 2": (2, 2)}  #
 
 def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return sequences that vLLM sampled from each folder, with its log-probs, and whether the weight plan makes the
-    parameters that its loader made."""
+    parameters that its loader made. Plans of our blocks must equal the learned ones."""
     import numpy as np
+    import torch
 
     from titan_rl.actors.vllm.engine import Engine, EngineSettings
     from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
     from titan_rl.kernels.pack_weights import pack, window
-    from titan_rl.wire.model_shape import shape_of_folder
+    from titan_rl.wire.model_shape import SpecShape, shape_of_folder
     from titan_rl.wire.types import Request, Sampling
     from titan_rl.wire.weight_plan import Shard, plan
 
     answers = {}
     for name in names:
         path = folder / name
-        shape = shape_of_folder(str(path), "conformance")
-        room: dict[str, Any] = {"max_model_len": SEQ_LEN, "kv_cache_memory_mb": 32}
-        engine = Engine(EngineSettings(model_dir=str(path), load_format="auto", shape=shape, **room))
-        live = engine.params()
-        layout, planned = engine.layout, pieces(shape, tp=1, rank=0)
-        verify_complete({key: tuple(p.shape) for key, p in live.items()}, layout.shapes)
+        shape = shape_of_folder(str(path), "conformance", SPEC_OF_USER.get(name, ""))
+        room: dict[str, Any] = {"max_model_len": SEQ_LEN, "kv_cache_memory_mb": 32, "shape": shape}
+        engine = Engine(EngineSettings(model_dir=str(path), load_format="auto", **room))
+        (live,) = engine._llm.apply_model(lambda model: dict((*model.named_parameters(), *model.named_buffers())))
+        given = isinstance(shape, SpecShape)
+        layout = engine._learned(shape) if given else engine.layout
+        verify_complete({key: tuple(live[key].shape) for key in (*engine.info.shapes, *layout.shapes)}, layout.shapes)
+        planned = layout.pieces if given else pieces(shape, tp=1, rank=0)
+        equal = sorted(map(repr, planned)) == sorted(map(repr, layout.pieces))
         tensors = tensors_of(path, shape)
         held = [[Shard(key, 0, len(w), 0, w[0].numel()) for key, w in tensors.items()]]
         copies = plan(held, [layout.pieces]).outgoing(0)[0]
-        run = live["model.norm.weight"].new_empty(sum(copy.elements for copy in copies))
+        run = torch.empty(sum(copy.elements for copy in copies))
         pack(tensors, copies, run)
-        start, equal = 0, sorted(map(repr, planned)) == sorted(map(repr, layout.pieces))
-        for copy in copies:
+        for copy, part in zip(copies, run.split([copy.elements for copy in copies]), strict=True):
             there = window(live[copy.param], copy, copy.dst_row0, copy.dst_col0)
-            equal &= bool((there.flatten() == run[start : start + copy.elements]).all())
-            start += copy.elements
+            equal &= torch.equal(there.flatten(), part)
         engine.set_version(0)
         random = np.random.default_rng(0)
         contexts = [random.integers(3, shape.vocab_size, n).tolist() for n in (3, 40, 100)]
@@ -58,10 +64,11 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path, shape: Any) -> dict[str, Any]:
-    """Return a folder's tensors by the names of the weight plan."""
+    """Return a folder's tensors, without a vision tower's, by the names of the weight plan."""
     from safetensors.torch import load_file
 
-    tensors = load_file(folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    tensors = {key: stored[key] for key in shape.folder_tensors()}
     for one, parts in shape.fused().items():
         sizes = [shape.hf_tensors()[part][0] for part in parts]
         tensors |= zip(parts, tensors.pop(one).split(sizes), strict=True)
@@ -80,35 +87,31 @@ def shut_down() -> None:
     cleanup_dist_env_and_memory()
 
 
-def score_on_mesh(folder: Path, names: list[str], mesh: str) -> dict[str, Any]:
-    """Return each sequence's log-probs by the trainer on a mesh, and whether its export is the folder; or why the mesh
-    is refused."""
+def config_of(folder: Path, name: str, mesh: str) -> c.Config:
+    """Return the trainer's config for a case."""
+    data, tensor = MESHES[mesh]
+    return c.Config(
+        job=c.JobSection(dump_folder=str(folder / "runs")),
+        model=c.ModelSection(hf_assets_path=str(folder / name), spec=SPEC_OF_USER.get(name, "")),
+        training=c.TrainingSection(seq_len=SEQ_LEN, local_batch_size=1),
+        parallelism=c.ParallelismSection(data_parallel_shard_degree=data, tensor_parallel_degree=tensor),
+    )
+
+
+def score_on_mesh(folder: Path, shapes: Mapping[str, ModelShape], mesh: str) -> dict[str, Any]:
+    """Return each sequence's log-probs by the trainer on a mesh, and whether its export is the folder."""
     import torch
     import torch.distributed as dist
     from safetensors.torch import load_file
 
     from titan_rl.actors.titan.model import TitanModel
     from titan_rl.batch.packing import pack, unpack
-    from titan_rl.config import sections as c
-    from titan_rl.preflight.checks.model import check_parallelism
-    from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.types import Sample
 
     sequences = json.loads((folder / "vllm.json").read_text())
-    data, tensor = MESHES[mesh]
     answers: dict[str, Any] = {}
-    for name in names:
-        path = folder / name
-        config = c.Config(
-            job=c.JobSection(dump_folder=str(folder / "runs")),
-            model=c.ModelSection(hf_assets_path=str(path)),
-            training=c.TrainingSection(seq_len=SEQ_LEN, local_batch_size=1),
-            parallelism=c.ParallelismSection(data_parallel_shard_degree=data, tensor_parallel_degree=tensor),
-        )
-        shape = shape_of(config.model)
-        if refusals := list(check_parallelism(replace(config, generator=c.GeneratorSection()), shape)):
-            answers[name] = {"refused": refusals[0]}
-            continue
+    for name, shape in shapes.items():
+        path, config = folder / name, config_of(folder, name, mesh)
         model = TitanModel(config, shape, config.parallelism)
         model.read(path)
         samples = [
@@ -132,14 +135,14 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str) -> dict[str, Any]:
     return answers
 
 
-def rank_of_mesh(rank: int, folder: str, names: list[str], mesh: str) -> None:
+def rank_of_mesh(rank: int, folder: str, shapes: Mapping[str, ModelShape], mesh: str) -> None:
     """Be one rank of a mesh; rank 0 writes the answer."""
     from titan_rl.actors.meeting import MEETING
 
     size = MESHES[mesh][0] * MESHES[mesh][1]
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({key: str(value) for key, value in launched.items()}, **{MEETING: f"{folder}/meeting {mesh}"})
-    answer = score_on_mesh(Path(folder), names, mesh)
+    answer = score_on_mesh(Path(folder), shapes, mesh)
     if rank == 0:
         Path(folder, f"mesh {mesh}.json").write_text(json.dumps(answer))
 

@@ -1,49 +1,37 @@
 """Compares the parameters that vLLM's loader makes with what the learned layout makes from the same tensors."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.family_folders import SIZES, drawn, write_folder
+from bench.family_ranks import tensors_of
 from support.weight_layouts import execute
 from titan_rl.actors.imports import import_vllm_model
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT
 from titan_rl.actors.vllm.vllm_params import planned_layout
-from titan_rl.wire.model_families import BY_MODEL_TYPE
-from titan_rl.wire.model_shape import OF_ROUTER, ROUTE_BIAS, ModelShape
+from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, SPECS
+from titan_rl.wire.model_shape import OF_ROUTER, ROUTE_BIAS, ModelShape, SpecShape, shape_of_folder
 from titan_rl.wire.weight_plan import Shard, plan
 
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SHARED_EXPERTS: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-FAMILIES: dict[str, dict[str, Any]] = {  # by model_type: keys that are not drawn
-    "qwen3_moe": {
-        **EXPERTS,
-        "num_experts": 5,
-        "head_dim": 32,
-    },  # first: vLLM makes the group of experts once
-    "glm4_moe": {**SHARED_EXPERTS, "head_dim": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
+OTHERS: dict[str, dict[str, Any]] = {  # by model_type: keys of models that no entry of the registry describes
     "deepseek_v3": {
-        **SHARED_EXPERTS,
-        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 32},
-        **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64},
-        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    },
-    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "mistral": {"head_dim": 32},
-    "smollm3": {},
-    "olmo2": {},
-    "olmo3": {},
-    "phi3": {},
-    "glm4": {"head_dim": 32},
-    "gemma3_text": {"head_dim": 32},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        **{"head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    }
 }
-TIED = ("llama", "qwen2", "qwen3", "smollm3", "glm4", "gemma3_text", "gemma4_text")
+
+
+def model_types(tp: int) -> list[str]:
+    """Return every family that engines of `tp` ranks have, those with experts first: vLLM makes their group once."""
+    known = sorted(BY_MODEL_TYPE, key=lambda model_type: not FAMILIES[BY_MODEL_TYPE[model_type]].experts)
+    wholes = [model_type for model_type in known if FAMILIES[BY_MODEL_TYPE[model_type]].clamped_experts and tp > 1]
+    return [model_type for model_type in (*known, *OTHERS, *SPECS) if model_type not in wholes]
 
 
 class Folder:
@@ -56,36 +44,16 @@ class Folder:
         self.halves = lambda dtype: OF_ROUTER if routes and dtype == "bfloat16" else ()
 
 
-def write_models(folder: str, seed: int | str) -> None:
-    """Write a model of every family, with sizes that are drawn from a seed. One key/value head over two ranks and an
-    odd vocabulary test replication and padding."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    for i, (family, keys) in enumerate(FAMILIES.items()):
-        draw = random.Random(f"{seed} {family}")
-        kv_heads = draw.choice([1, 2, 4])
-        heads = kv_heads * draw.choice([2, 4])
-        if family == "deepseek_v3":
-            kv_heads = heads
-        drawn = {
-            "vocab_size": draw.choice([100, 128, 131]),
-            "hidden_size": heads * 32,
-            "intermediate_size": draw.choice([64, 96, 160]),
-            "num_hidden_layers": draw.choice([2, 3]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": family in TIED and draw.random() < 0.5,
-            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-        }
-        if family == "gemma4_text":
-            drawn["vocab_size_per_layer_input"] = drawn["vocab_size"]
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**drawn | keys), dtype=torch.float32)
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                tensor.uniform_()
-        model.save_pretrained(Path(folder, "models", f"{i:02} {family}"))
+def write_models(folder: str, tp: int | str) -> None:
+    """Write a model of every family, with sizes that are drawn from the number of ranks. One key/value head over two
+    ranks and an odd vocabulary test replication and padding."""
+    for i, model_type in enumerate(model_types(int(tp))):
+        draw = random.Random(f"{tp} {model_type}")
+        keys = OTHERS.get(model_type) or drawn(model_type, int(tp), ranks=int(tp))
+        if model_type in BY_MODEL_TYPE:
+            keys |= {"vocab_size": draw.choice([100, 128, 131])}
+            keys |= {"num_key_value_heads": 1} if draw.random() < 0.3 else {}
+        write_folder(Path(folder, "models", f"{i:02} {model_type}"), model_type, SIZES | keys, seed=f"{tp}")
 
 
 def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
@@ -124,6 +92,12 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
     models = sorted(Path(folder, "models").iterdir())
     for model_dir in models:
         import_vllm_model(str(model_dir))
+        if model_dir.name.split()[-1] in OTHERS:
+            stored = load_file(model_dir / "model.safetensors")
+            shape: Any = Folder({name: tuple(w.shape) for name, w in stored.items()})
+        else:
+            shape = shape_of_folder(str(model_dir), "model")
+        text: dict[str, Any] = {"language_model_only": True} if isinstance(shape, SpecShape) else {}
         config = EngineArgs(
             model=str(model_dir),
             dtype="float32" if on_cpu else "bfloat16",
@@ -133,6 +107,7 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
             tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher" if tp > 1 else None,
             **layout,
+            **text,
         ).create_engine_config()
         config.load_config.device = "cpu"
         with set_current_vllm_config(config):
@@ -140,10 +115,6 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
                 init_distributed_environment(tp, rank, f"file://{folder}/rendezvous", rank, "gloo")
                 initialize_model_parallel(tp)
             model = get_model(vllm_config=config)
-        stored = load_file(model_dir / "model.safetensors")
-        hf_config = json.loads((model_dir / "config.json").read_text())
-        known = hf_config["model_type"] in BY_MODEL_TYPE
-        shape: Any = ModelShape.from_hf(hf_config) if known else Folder({n: tuple(w.shape) for n, w in stored.items()})
         learned = learned_layout(config, shape)
 
         parameters = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -152,15 +123,12 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
         assert all(param.is_contiguous() for param in parameters.values())
         loaded = {name: bits(name, param) for name, param in parameters.items()}
         assert {name: w.shape for name, w in loaded.items()} == learned.shapes
-        if known:
+        if isinstance(shape, ModelShape) and not isinstance(shape, SpecShape):
             planned = planned_layout(shape, tp=tp, rank=rank, dtype=named)
             assert planned.shapes == learned.shapes
             assert sorted(map(repr, planned.pieces)) == sorted(map(repr, learned.pieces)), model_dir.name
 
-        for one, parts in shape.fused().items():
-            sizes = [shape.hf_tensors()[part][0] for part in parts]
-            stored |= zip(parts, stored.pop(one).split(sizes), strict=True)
-        tensors = {name: bits(name, w.reshape(len(w), -1)) for name, w in stored.items()}
+        tensors = {name: bits(name, w.reshape(len(w), -1)) for name, w in tensors_of(model_dir, shape).items()}
         trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
         live = {name: np.zeros_like(w.reshape(-1, w.shape[-1] if w.ndim > 1 else 1)) for name, w in loaded.items()}
         execute(plan(trainer, [learned.pieces]), [tensors], [live])

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from support.forked_programs import output_of
-from support.loaded_weights import FAMILIES
+from support.forked_programs import IMPORTS, output_of
+from support.loaded_weights import model_types
 
-COMPARE = f"""
+COMPARE = (
+    IMPORTS
+    + f"""
 import os
 os.environ["VLLM_DIST_IDENT"] = "weight_plan_{os.getpid()}"  # names shared memory; vLLM's CPU worker would set it
-sys.path.append({str(Path(__file__).parents[1])!r})
 from support.loaded_weights import compare_with_vllm, write_models
 """
+)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -23,4 +25,4 @@ def test_the_learned_layout_equals_what_vllm_loads(tp: int, tmp_path: Path) -> N
     compare = COMPARE + "compare_with_vllm(*sys.argv[1:])"
     with ThreadPoolExecutor() as ranks:
         outputs = list(ranks.map(lambda rank: output_of("generator", compare, tmp_path, tp, rank), range(tp)))
-    assert all(f"{len(FAMILIES)} models equal" in output for output in outputs)
+    assert all(f"{len(model_types(tp))} models equal" in output for output in outputs)
