@@ -429,7 +429,8 @@ class TitanModel:
         return {self.names[name]: tensor for name, tensor in self.tensors}
 
     def _to_hf(self, translate: Any) -> dict[str, Any]:
-        state = translate.to_hf(self.model.state_dict())
+        whole = self.model.state_dict()
+        state = translate.to_hf({name: value for name, value in whole.items() if not self.adaptation.adds(name)})
         if self.shape.head == "value":
             state[HF_VALUE_HEAD] = state.pop("lm_head.weight")
         return state

@@ -1,5 +1,5 @@
 """Adapters of models that are not made of our blocks: engines compute with the trainers' adapters, which are merged
-into an export, and a run goes on with them."""
+into an export and resumed."""
 
 import subprocess
 import sys
@@ -106,3 +106,12 @@ def test_both_kinds_of_export_are_proven(whole: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "titan_rl", "export", str(whole.folder), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "adapter/ has the adapters for PEFT" in done.stdout, done.stderr
+
+
+def test_clients_adapters_are_refused(model: tuple[Path, int], tmp_path: Path) -> None:
+    keys = {"model.name": "auto", "model.hf_assets_path": model[0], "job.dump_folder": tmp_path / "served"}
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "titan_rl", "serve", "--tinker", "--config", "tinker_llama", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 2
+    assert "model.spec: expected another model with --tinker" in done.stderr

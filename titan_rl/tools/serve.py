@@ -133,6 +133,7 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.run_lock import RunLock
     from titan_rl.record.terminal import Terminal
+    from titan_rl.wire.model_shape import SpecShape
 
     run, terminal = checked_run(argv, SERVED), Terminal()
     config = without_task(run.config)
@@ -157,6 +158,9 @@ def serve_models(argv: Sequence[str], options: argparse.Namespace, key: str, scr
                 scratch=scratch / "assets",
                 adapters=run.adapters,
             )
+            if isinstance(setup.shape, SpecShape):
+                why = "because vLLM reads clients' adapters by itself, and leaves out keys that are values"
+                raise UsageError(f"model.spec: expected another model with --tinker, {why}, found {setup.shape.family}")
             setup = settle(setup, lock)
             code = drive(lambda: served_models(setup, bound, key, terminal), terminal)
     except FolderRefused as error:

@@ -16,7 +16,7 @@ LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo
 class AdapterSpec:
     rank: int
     alpha: float  # their product is multiplied by alpha / rank
-    targets: tuple[str, ...]  # as in lora.targets
+    targets: tuple[str, ...]  # names of ext.adapters.layers.LAYERS
     seed: int
 
     @property

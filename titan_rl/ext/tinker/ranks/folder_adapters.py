@@ -9,9 +9,8 @@ from typing import Any
 
 from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.config.sections import LoraSection
-from titan_rl.ext.adapters.layers import PEFT_WEIGHTS, slot_rank
+from titan_rl.ext.adapters.layers import PEFT_WEIGHTS, adapted, slot_rank
 from titan_rl.ext.adapters.ranks.cpu_adapters import apply_adapters
-from titan_rl.ext.adapters.ranks.vllm_adapter import modules
 from titan_rl.ext.tinker.served import MAX_TOGETHER
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request
@@ -33,7 +32,7 @@ class FolderAdapters(EngineAdapters):
             apply_adapters()
         rank = slot_rank(self.lora.rank)
         sizes = {"max_loras": MAX_TOGETHER, "max_cpu_loras": MAX_READ, "max_lora_rank": rank}
-        return {"enable_lora": True, "lora_target_modules": modules(self.lora, self.shape, args), **sizes}
+        return {"enable_lora": True, "lora_target_modules": adapted(self.shape, self.lora), **sizes}
 
     def request(self, request: Request) -> Any:
         """Return what makes a request use the adapter in its folder, or None if it names none. vLLM keeps it under a

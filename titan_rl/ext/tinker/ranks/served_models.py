@@ -178,7 +178,7 @@ class ServedModels:
 
 
 def trains(spec: AdapterSpec, hf: str) -> bool:
-    return any(f".{LAYERS.get(target, target)}." in hf for target in spec.targets)
+    return any(f".{LAYERS[target]}." in hf for target in spec.targets)
 
 
 def narrowed(hf: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
