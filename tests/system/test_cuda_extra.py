@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.loaded_weights import model_types, write_models
+from support.loaded_weights import models, write_models
 from support.nvidia_smi import two_gpus
 from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.config.auto import BATCHED_TOKENS
@@ -139,7 +139,7 @@ def test_the_plan_equals_what_vllm_loads_for_a_gpu(
     write_models(str(tmp_path), tp)
     with ThreadPoolExecutor() as ranks:
         compare = partial(on_cpu, python, driver, "loaded_weights.compare_with_vllm", tmp_path, tp)
-        assert all(f"{len(model_types(tp))} models equal" in output for output in ranks.map(compare, range(tp)))
+        assert all(f"{len(models(tp))} models equal" in output for output in ranks.map(compare, range(tp)))
 
 
 @pytest.mark.parametrize(

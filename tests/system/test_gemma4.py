@@ -40,7 +40,7 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     folder = make_model(tmp_path / "model", model, towers=towers)
     if towers and model.get("num_kv_shared_layers"):
         add_unused(folder)
-    keys |= {"model__name": "auto", "model__hf_assets_path": folder}
+    keys = keys | {"model__name": "auto", "model__hf_assets_path": folder}
     run = runs.finish(tmp_path / "run", **keys, cold_start__steps=2, training__steps=3)
     gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
     assert len(gaps) == 3

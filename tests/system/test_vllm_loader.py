@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.forked_programs import IMPORTS, output_of
-from support.loaded_weights import model_types
+from support.loaded_weights import models
 
 COMPARE = (
     IMPORTS
@@ -25,4 +25,4 @@ def test_the_learned_layout_equals_what_vllm_loads(tp: int, tmp_path: Path) -> N
     compare = COMPARE + "compare_with_vllm(*sys.argv[1:])"
     with ThreadPoolExecutor() as ranks:
         outputs = list(ranks.map(lambda rank: output_of("generator", compare, tmp_path, tp, rank), range(tp)))
-    assert all(f"{len(model_types(tp))} models equal" in output for output in outputs)
+    assert all(f"{len(models(tp))} models equal" in output for output in outputs)
