@@ -3,14 +3,14 @@ that each token corrects.
 
     state_t = exp(log_decay_t) state_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T;  out_t = state_t q_t
 
-Shape suffixes, besides those of a decoder: C chunks, T places of a chunk, K size of a key's head, V of a value's.
+Shape suffixes, besides a decoder's: C chunks, T places of a chunk, K size of a key's head, V size of a value's.
 """
 
 import torch
 import torch.nn.functional as F
 
 CHUNK = 64  # places that are computed at once
-EPS = 1e-6  # of the norms of queries and keys
+EPS = 1e-6  # keeps norms of queries and keys above 0
 
 
 def causal_conv(x_BLD: torch.Tensor, weight_DW: torch.Tensor, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +36,7 @@ def gated_delta_rule(
     documents_BL: torch.Tensor | None = None,
     state_BNKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each place reads from the state, and the last state, both in float32. `documents_BL` numbers the
+    """Return the answer to each query from the state, and the last state, both in float32. `documents_BL` numbers the
     documents of a row; each but the first begins without a state. Heads of keys may each serve several of values."""
     size, length, heads = k_BLNK.shape[-1], k_BLNK.shape[1], v_BLNV.shape[2]
     chunk = min(CHUNK, length)

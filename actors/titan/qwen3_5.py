@@ -116,7 +116,7 @@ class HybridModel(family_parts.Model):
 
 
 class GatedAttention(family_parts.Attention):
-    """Attention whose output is gated. The rows of each head's gate follow those of its query."""
+    """Attention whose output is gated. In each head's rows the gate follows the query."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(family_parts.Attention.Config):
@@ -138,7 +138,7 @@ class GatedAttention(family_parts.Attention):
 
 class DeltaAttention(Module):
     """Gated DeltaNet: a causal convolution of queries, keys and values, a state that each token corrects, and a gated
-    norm of what it reads from there. The state begins anew with each document. Tensor parallelism cuts heads."""
+    norm of the answer. The state begins anew with each document. Tensor parallelism cuts heads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -147,7 +147,7 @@ class DeltaAttention(Module):
         value_heads: int
         key_size: int
         value_size: int
-        width: int  # of the convolution
+        width: int  # tokens that the convolution sees
         eps: float
         linears: dict[str, Linear.Config]
 

@@ -14,7 +14,7 @@ from titan_rl.kernels.gated_delta import causal_conv, gated_delta_rule
 def run(
     mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType
 ) -> None:
-    """Write what each token of a batch reads from its sequence's state, and the states after it. First come sequences
+    """Write the answer to each token of a batch from its sequence's state, and the states after it. First are sequences
     with one more token each, then those with several. (vLLM makes an operator of the annotations.)"""
     context = get_forward_context()
     layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]

@@ -52,7 +52,7 @@ def planned_layout(
     """Return the layout of a rank of an engine in `dtype` as a plan assumes it, without vLLM. A run learns it
     (learned_plan.py)."""
     if isinstance(shape, SpecShape):
-        return _cut_by_rows(shape, tp, rank).with_adapters(shape, lora)
+        return _cut_by_rows(shape, tp, rank).halved(shape, dtype).with_adapters(shape, lora)
     shapes, found = dict[str, tuple[int, ...]](), list[Piece]()
     for param, parts in _parameters(shape, tp):
         rows = sum(part.height for part in parts)

@@ -50,8 +50,8 @@ TOWER |= {"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4,
 
 
 def muse(**keys: Any) -> dict[str, Any]:
-    """Return keys of a Muse Glimmer with a vision tower. `keys` are the text model's. No sample has an image's token, in
-    place of which transformers computes another."""
+    """Return keys of a Muse Glimmer with a vision tower. `keys` are the text model's. No sample has an image's token:
+    transformers computes another in its place."""
     loud: dict[str, Any] = {"head_dim": 32, "sliding_window": 16, "output_multiplier": 4.0}  # near the cap
     return {
         **{"text_config": SIZES | loud | keys, "vision_config": TOWER, "image_token_id": 998, "video_token_id": 999},

@@ -51,7 +51,7 @@ def make_folder(folder: Path, keys: dict[str, Any], *, std: float = 0.2, tower: 
 
 
 def transformers_model(folder: Path) -> Any:
-    """Return the whole model of a folder: its logits are those of the text model."""
+    """Return the whole model of a folder, whose logits are the text model's."""
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 

@@ -14,6 +14,7 @@ from support.whole_model import whole_model
 from titan_rl.actors.titan.qwen3_5 import spec
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
+from titan_rl.actors.vllm.vllm_params import planned_layout
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config, ModelSection, TrainingSection
 from titan_rl.preflight.shapes import shape_of
@@ -58,7 +59,8 @@ def test_log_probs_gradients_and_export_are_transformers(seed: int, tower: bool,
     for key, gradient in wanted.items():
         assert (ours[key] - gradient).norm() <= 2e-4 * gradient.norm(), key
     samples = [Sample(texts[0][:n], [0] * 40 + [1] * (n - 40), {}, 40) for n in (50, 61)]
-    (shared,) = pack(samples, **(PACKED | {"rows_per_microbatch": 1}), share=True)
+    one_row: dict[str, Any] = PACKED | {"rows_per_microbatch": 1}
+    (shared,) = pack(samples, **one_row, share=True)
     with pytest.raises(ValueError, match="expected whole documents for layers with a recurrent state"):
         model.score(shared.microbatches[0])
     written = joined(adapter(built, None).to_hf(model.model.state_dict()), shape)
@@ -81,6 +83,9 @@ def test_the_shape_is_the_models(tmp_path: Path) -> None:
     assert isinstance(shape, SpecShape)
     assert shape.recurrent_heads == drawn(1)["linear_num_key_heads"]
     assert shape.folder_tensors() == {name: tuple(w.shape) for name, w in tensors.items() if "visual" not in name}
+    in_16_bits = planned_layout(shape, tp=1, rank=0, dtype="bfloat16").shapes
+    decays = {size for name, size in in_16_bits.items() if name.endswith("A_log")}
+    assert decays == {(drawn(1)["linear_num_value_heads"], 2)}, "a sync moves float32 as two numbers"
 
 
 @pytest.mark.parametrize(
