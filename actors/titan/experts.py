@@ -108,8 +108,8 @@ class Float32Gate(Linear):
 
 class Router(TokenChoiceTopKRouter):
     """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward. With a
-    bias, those whose sigmoids are the largest after it is added; their weights are without it. With groups, those of
-    the groups whose two largest ones add up to the most.
+    bias, those whose sigmoids are the largest after it is added; their weights are without it. With groups it chooses
+    among experts of a few, whose two largest add up to the most.
 
     Where the engine's experts are known it takes those, with its own probabilities, so that its gradient stays. They
     are an attribute, because a backward that computes a block again must find what its forward found."""

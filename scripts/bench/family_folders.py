@@ -177,6 +177,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (model_type, keys)
         },
     ),
     "GLM-4.5": ("glm4_moe", GLM_4_5),
+    "GLM-4.5, groups": ("glm4_moe", {**GLM_4_5, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
     "Gemma 4": ("gemma4_text", gemma_4()),
     "Gemma 4, no keys as values, untied": (
         "gemma4_text",

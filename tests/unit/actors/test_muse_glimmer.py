@@ -41,7 +41,7 @@ def shape_with(folder: Path, spec: str = "") -> ModelShape:
 def loaded(folder: Path, spec: str = "") -> tuple[Any, Any]:
     shape = shape_with(folder, spec)
     model, built = whole_model(shape, Config(training=TrainingSection(seq_len=SEQ_LEN))), build_spec(shape, seq_len=160)
-    parameters = dict([*model.model.named_parameters(), *route_biases(model.model)])
+    parameters = dict(model.tensors)
     read_shards(folder, parameters, hf_names(built, list(parameters)), shape.folder_rows())
     return model, built
 
