@@ -3,10 +3,12 @@ and biases too, so that a forgotten one shows."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench import drawn_families
 from titan_rl.wire.hf_config import FULL, WINDOW
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, SPECS, RopeType
 
@@ -69,8 +71,36 @@ def gemma_4(**keys: Any) -> dict[str, Any]:
     }
 
 
+def with_towers(text: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return keys of a model with a vision tower. No sample has an image's token."""
+    tokens = dict.fromkeys(("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id"), 1)
+    return {"text_config": SIZES | text, "tie_word_embeddings": text["tie_word_embeddings"], **tokens, **keys}
+
+
+def qwen_3_5_with_tower(text: dict[str, Any]) -> dict[str, Any]:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    return with_towers(text, vision_config=vision)
+
+
+def gemma_4_with_tower(text: dict[str, Any]) -> dict[str, Any]:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "patch_size": 2}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 4}
+    return with_towers(text, vision_config=vision, audio_config=None, audio_token_id=1)
+
+
+BUILT: dict[str, Callable[[int, int], dict[str, Any]]] = {  # keys by seed and ranks
+    "deepseek_v3": lambda seed, ranks: drawn_families.deepseek_v3(seed),
+    "gemma4": lambda seed, ranks: gemma_4_with_tower(drawn_families.small_gemma4(seed, ranks=ranks)),
+    "qwen3_5": lambda seed, ranks: qwen_3_5_with_tower(drawn_families.qwen3_5(seed, ranks=ranks)),
+    "qwen3_5_text": lambda seed, ranks: drawn_families.qwen3_5(seed, ranks=ranks),
+}
+
+
 def drawn(model_type: str, seed: int, *, ranks: int = 1) -> dict[str, Any]:
     """Return odd keys of a family, which no author of the code chose. Heads divide by a number of ranks."""
+    if model_type in BUILT:
+        return BUILT[model_type](seed, ranks)
     random = Random(f"{model_type} {seed}")
     keys, layers = random.choice([1, 2, 3]) * ranks, random.randint(2, 5)
     heads, head_dim = keys * random.choice([1, 2, 3]), random.choice([32, 64, 96])
@@ -185,7 +215,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (model_type, keys)
     ),
     "Gemma 4, 11 layers": ("gemma4_text", gemma_4(num_hidden_layers=11)),
     "Muse Glimmer": ("muse_glimmer", muse(num_hidden_layers=6)),
+    "DeepSeek V3": ("deepseek_v3", drawn_families.deepseek_v3(1)),
     "DeepSeek V3 without experts": ("deepseek_v3", DENSE_V3),
+    "Gemma 4 with inputs of layers and a tower": (
+        "gemma4",
+        gemma_4_with_tower(drawn_families.small_gemma4(3, ranks=2)),
+    ),
+    "Qwen3.5": ("qwen3_5_text", drawn_families.qwen3_5(1, ranks=2)),
+    "Qwen3.5 with a tower": ("qwen3_5", qwen_3_5_with_tower(drawn_families.qwen3_5(2, ranks=2))),
 }
 SPEC_OF_USER = {"DeepSeek V3 without experts": "support.own_specs:mla"}
 """model.spec of cases that have no entry in the registry."""

@@ -1,11 +1,13 @@
 """Tiny Gemma 4 folders with random weights, made by transformers itself, with sizes that are drawn from a seed."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+from bench import drawn_families
+
+drawn, drawn_small = drawn_families.gemma4, drawn_families.small_gemma4
+FULL, WINDOW = drawn_families.FULL, drawn_families.WINDOW
 VISION: dict[str, Any] = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "patch_size": 2},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 4},
@@ -15,42 +17,6 @@ AUDIO: dict[str, Any] = {
     **{"conv_kernel_size": 3, "output_proj_dims": 16},
 }
 TOKENS = ("eoa_token_index", "boi_token_id", "eoi_token_id", "boa_token_id", "image_token_id", "video_token_id")
-
-
-def drawn(seed: int, *, ranks: int = 1) -> dict[str, Any]:
-    """Draw keys of a config. Heads divide by a number of tensor-parallel ranks."""
-    draw = random.Random(f"gemma4 {seed}")
-    layers, same = draw.randint(2, 5), draw.random() < 0.5
-    kv_heads = draw.choice([1, 2]) * ranks
-    return {
-        **{"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 0},
-        **{
-            "hidden_size": draw.choice([64, 128]),
-            "intermediate_size": draw.choice([64, 96]),
-            "num_hidden_layers": layers,
-        },
-        **{"num_attention_heads": 4 * ranks, "num_key_value_heads": kv_heads, "head_dim": 32},
-        **{"global_head_dim": draw.choice([32, 64]), "num_global_key_value_heads": draw.choice([1, 2]) * ranks},
-        **{"attention_k_eq_v": same, "final_logit_softcapping": draw.choice([None, 20.0])},
-        "layer_types": [draw.choice([FULL, WINDOW]) for _ in range(layers - 1)] + [FULL],
-        **{"sliding_window": 16, "max_position_embeddings": 256, "tie_word_embeddings": draw.random() < 0.5},
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    }
-
-
-def drawn_small(seed: int, *, ranks: int = 1) -> dict[str, Any]:
-    """Draw keys of a config as E2B and E4B have them: layers have inputs, and the last ones take keys and values."""
-    draw = random.Random(f"small gemma4 {seed}")
-    own, shared = draw.randint(2, 4), draw.randint(1, 3)
-    kinds = [FULL, WINDOW] + [draw.choice([FULL, WINDOW]) for _ in range(own - 2)]
-    draw.shuffle(kinds)
-    kinds += [draw.choice([FULL, WINDOW]) for _ in range(shared - 1)] + [FULL]
-    return {
-        **drawn(seed, ranks=ranks),
-        **{"num_hidden_layers": own + shared, "num_kv_shared_layers": shared, "layer_types": kinds},
-        **{"hidden_size_per_layer_input": draw.choice([8, 24]), "vocab_size_per_layer_input": draw.choice([64, 80])},
-        "use_double_wide_mlp": draw.random() < 0.5,
-    }
 
 
 def make_folder(folder: Path, keys: dict[str, Any], *, std: float = 0.2, towers: tuple[str, ...] = ()) -> Path:

@@ -1,28 +1,12 @@
 """Tiny Qwen3.5 folders with random weights, made by transformers itself, with sizes that are drawn from a seed."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-FULL, LINEAR = "full_attention", "linear_attention"
+from bench import drawn_families
 
-
-def drawn(seed: int, *, ranks: int = 1) -> dict[str, Any]:
-    """Draw keys of a config. Heads divide by a number of tensor-parallel ranks."""
-    draw = random.Random(f"qwen3.5 {seed}")
-    layers, key_heads = draw.randint(2, 5), draw.choice([1, 2, 3]) * ranks
-    kinds = [FULL, LINEAR] + [draw.choice([FULL, LINEAR, LINEAR]) for _ in range(layers - 2)]
-    draw.shuffle(kinds)
-    return {
-        **{"vocab_size": 64, "hidden_size": draw.choice([64, 96]), "intermediate_size": draw.choice([64, 96])},
-        **{"num_hidden_layers": layers, "layer_types": kinds, "head_dim": draw.choice([32, 64])},
-        **{"num_attention_heads": 4 * ranks, "num_key_value_heads": draw.choice([1, 2]) * ranks},
-        **{"linear_num_key_heads": key_heads, "linear_num_value_heads": draw.choice([1, 2, 3]) * key_heads},
-        **{"linear_key_head_dim": draw.choice([8, 16]), "linear_value_head_dim": draw.choice([8, 24])},
-        **{"linear_conv_kernel_dim": draw.choice([2, 4]), "max_position_embeddings": 256},
-        **{"tie_word_embeddings": draw.random() < 0.5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    }
+drawn, FULL, LINEAR = drawn_families.qwen3_5, drawn_families.FULL, drawn_families.LINEAR
 
 
 def make_folder(folder: Path, keys: dict[str, Any], *, std: float = 0.2, tower: bool = False) -> Path:

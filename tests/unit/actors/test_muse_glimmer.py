@@ -14,7 +14,6 @@ from support import deepseek_v3, gemma4
 from support.muse_glimmer import make_folder, transformers_model
 from support.own_specs import make_mla_folder
 from support.whole_model import whole_model
-from titan_rl.actors.titan.experts import route_biases
 from titan_rl.actors.titan.gemma4 import spec as gemma4_spec
 from titan_rl.actors.titan.muse_glimmer import spec
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
