@@ -134,9 +134,10 @@ class Gemma4Model(family_parts.Model):
             if self.layer_inputs is not None:
                 self.layer_inputs.embedding.sharding_config = self.tok_embeddings.sharding_config
                 whole: Any = self.layers[0].attention_norm.sharding_config  # on every rank, for its part of the rows
-                for part in (self.layer_inputs, *(layer.layer_input for layer in self.layers)):
-                    for child in (part.projection, part.norm, *([part.gate] if hasattr(part, "gate") else [])):
-                        child.sharding_config = whole
+                self.layer_inputs.projection.sharding_config = self.layer_inputs.norm.sharding_config = whole
+                for layer in self.layers:
+                    part = layer.layer_input
+                    part.gate.sharding_config = part.projection.sharding_config = part.norm.sharding_config = whole
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -154,7 +155,8 @@ class Gemma4Model(family_parts.Model):
             given = None if config.attention.source is None else kept[config.attention.source]
             x = layer(x, attention_masks, positions, inputs[i] if inputs else None, given)
             if config.attention.kept:
-                x, *kept[i] = x
+                x, keys, values = x
+                kept[i] = keys, values
         return self.lm_head(self.norm(x))
 
 
@@ -236,13 +238,13 @@ class NormedValueAttention(family_parts.Attention):
         if config.source is not None:
             self.k_norm = None
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x_BLD: torch.Tensor,
         attention_masks: AttentionMasksType | None,
         positions: torch.Tensor | None = None,
         given: KeysValues | None = None,
-    ) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> tuple[torch.Tensor, ...]:
         assert self.q_norm is not None
         if given is not None:
             q_BLNH = self.q_norm(self.qkv_linear(x_BLD))
