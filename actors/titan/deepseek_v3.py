@@ -159,8 +159,8 @@ def rope(scaling: Mapping[str, Any], dim: int, length: int) -> ComplexRoPE.Confi
         return ComplexRoPE.Config(**keys)
     factor, before = float(scaling["factor"]), scaling["original_max_position_embeddings"]
     keys["max_seq_len"] = min(length, int(before * factor))  # vLLM has no table beyond
-    betas = {key: float(scaling[key]) for key in ("beta_fast", "beta_slow") if key in scaling}
-    return ComplexRoPE.Config(**keys, **betas, scaling="yarn", rope_factor=factor, original_seq_len=before)
+    keys |= {key: float(scaling[key]) for key in ("beta_fast", "beta_slow") if key in scaling}
+    return ComplexRoPE.Config(**keys, scaling="yarn", rope_factor=factor, original_seq_len=before)
 
 
 def norm(size: int, eps: float) -> RMSNorm.Config:
