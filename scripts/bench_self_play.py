@@ -22,11 +22,10 @@ from bench import kuhn_value
 from bench.axes import COLORS, Axes, legend, look_of, svg
 from bench.rows import BENCHMARKS, append_rows, csv_rows, ran_on, run_to_end
 from titan_rl.ext.agents import kuhn
-from titan_rl.ext.agents.tic_tac_toe import AGAINST, FINE, OPPONENTS
+from titan_rl.ext.agents.tic_tac_toe import AGAINST, OPPONENTS
 
 CONFIGS = {"kuhn": "kuhn_llama", "tic_tac_toe": "tic_tac_toe_llama"}
 WINDOW = 20  # steps
-FINES = 2.5 * FINE  # half of the most that a player pays
 
 
 def exploitability(folder: Path) -> dict[str, dict[int, float]]:
@@ -43,14 +42,13 @@ def exploitability(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def results(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the shares of won, drawn and lost held-out games against each opponent, by step. A fine for a move to no
-    free square is too small to change a result."""
+    """Return the shares of won, drawn and lost held-out games against each opponent, by step."""
     found = defaultdict[str, dict[int, float]](dict)
     with (folder / "evaluations.jsonl").open() as lines:
         for line in map(json.loads, lines):
             rewards = [(int(problem), reward) for problem, (reward,) in line["rewards"].items()]
             for opponent in OPPONENTS:
-                own = [round(reward + FINES) for n, reward in rewards if AGAINST[n % len(AGAINST)][0] == opponent]
+                own = [reward for n, reward in rewards if AGAINST[n % len(AGAINST)][0] == opponent]
                 for result, name in ((1, "won"), (0, "drawn"), (-1, "lost")):
                     found[f"{opponent}: {name}"][line["step"]] = own.count(result) / len(own)
     return found

@@ -73,7 +73,7 @@ def gemma_4(**keys: Any) -> dict[str, Any]:
 
 def with_towers(text: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """Return keys of a model with a vision tower. No sample has an image's token."""
-    tokens = dict.fromkeys(("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id"), 1)
+    tokens = dict.fromkeys(("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id"), 998)
     return {"text_config": SIZES | text, "tie_word_embeddings": text["tie_word_embeddings"], **tokens, **keys}
 
 
@@ -86,7 +86,7 @@ def qwen_3_5_with_tower(text: dict[str, Any]) -> dict[str, Any]:
 def gemma_4_with_tower(text: dict[str, Any]) -> dict[str, Any]:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "patch_size": 2}
     vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 4}
-    return with_towers(text, vision_config=vision, audio_config=None, audio_token_id=1)
+    return with_towers(text, vision_config=vision, audio_config=None, audio_token_id=998)
 
 
 BUILT: dict[str, Callable[[int, int], dict[str, Any]]] = {  # keys by seed and ranks

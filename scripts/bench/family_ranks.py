@@ -33,6 +33,7 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
         path = folder / name
         shape = shape_of_folder(str(path), "conformance", SPEC_OF_USER.get(name, ""))
         room: dict[str, Any] = {"max_model_len": SEQ_LEN, "kv_cache_memory_mb": 32, "shape": shape}
+        room["enable_prefix_caching"] = not shape.recurrent_heads
         engine = Engine(EngineSettings(model_dir=str(path), load_format="auto", **room))
         (live,) = engine._llm.apply_model(lambda model: dict((*model.named_parameters(), *model.named_buffers())))
         given = isinstance(shape, SpecShape)
@@ -118,7 +119,9 @@ def score_on_mesh(folder: Path, shapes: Mapping[str, ModelShape], mesh: str) -> 
             Sample(context + new, [0] * len(context) + [1] * len(new), {}, len(context))
             for context, new, _ in sequences[name]["sequences"]
         ]
-        batches = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=1, pad_id=0, share=True)
+        batches = pack(
+            samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=1, pad_id=0, share=not shape.recurrent_heads
+        )
         scored = unpack(batches, [[model.score(rows) for rows in batch.microbatches] for batch in batches], samples)
         out = folder / f"{name}, {mesh}"
         model.write(out)

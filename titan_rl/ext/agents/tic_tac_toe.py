@@ -4,8 +4,8 @@
     o..                                                      4 5 6
     ...                                                      7 8 9
 
-Who names no free square moves at random, for a fine, so that random weights play at random. In the held-out games one
-player is perfect, or moves at random.
+Who names no free square moves at random, in self-play for a fine, so that random weights play at random. In the
+held-out games one player is perfect, or moves at random.
 """
 
 import random
@@ -19,7 +19,7 @@ SEATS = ("x", "o")
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 EMPTY = "." * 9
 ROWS = 4000
-FINE = 0.1  # of a move to no free square
+FINE = 0.25  # of a move to no free square
 OPPONENTS = ("perfect", "random")
 AGAINST = [(opponent, seat) for opponent in OPPONENTS for seat in SEATS]  # in the order of the held-out games
 
@@ -50,7 +50,8 @@ class TicTacToe:
         illegal = move not in free(self._board)
         self._play(self._draws.choice(free(self._board)) if illegal else move)
         self._answer()
-        fine, info = -FINE * illegal, {"illegal": float(illegal)}
+        fine = -FINE if illegal and not self._opponent else 0.0
+        info: dict[str, Any] = {"illegal": float(illegal)}
         if not over(self._board):
             return Step(self._shown(), fine, info=info)
         won = winner(self._board)
