@@ -63,9 +63,12 @@ def gated_delta_rule(
     k_beta = k * beta[..., None]
     system = k_beta @ k.transpose(-1, -2) * between
     both = torch.cat([v * beta[..., None], k_beta * since[..., None]], dim=-1)
-    values, reads = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
-        [v.shape[-1], size], dim=-1
-    )
+    values, reads = torch.linalg.solve_triangular(
+        system,
+        both,
+        upper=False,
+        unitriangular=True,
+    ).split([v.shape[-1], size], dim=-1)
     inside = q @ k.transpose(-1, -2) * between
     q, k = q * since[..., None], k * until[..., None]
     state = k.new_zeros(*k.shape[:2], size, v.shape[-1]) if state_BNKV is None else state_BNKV.float()

@@ -75,7 +75,7 @@ class Gemma4Adapter(Adapter):
         }
 
 
-class TowerAdapter(Gemma4Adapter):
+class Gemma4TowerAdapter(Gemma4Adapter):
     """Names in a folder with towers."""
 
     text = "model.language_model."
@@ -181,7 +181,12 @@ class ScaledBlock(family_parts.Block):
         given: KeysValues | None = None,
     ) -> Any:
         """Return the output; if the attention's keys and values are kept, these as well."""
-        attended, *kept = self.attention(self.attention_norm(x), attention_masks, positions, given)
+        attended, *kept = self.attention(
+            self.attention_norm(x),
+            attention_masks,
+            positions,
+            given,
+        )
         x = x + self.attention_out_norm(attended)
         x = x + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x)))
         if self.layer_input is not None:
@@ -256,7 +261,13 @@ class NormedValueAttention(family_parts.Attention):
             q_BLNH, k_BLNH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLNH), positions)
             v_BLNH = F.rms_norm(v_BLNH, v_BLNH.shape[-1:], eps=self.value_eps)
         keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
-        out_BLNH = self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **keys)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=attention_masks,
+            **keys,
+        )
         out_BLD = self.wo(out_BLNH.contiguous().flatten(2))
         return (out_BLD, k_BLNH, v_BLNH) if self.kept else (out_BLD,)
 
@@ -289,7 +300,11 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
     if (found := text.get("use_bidirectional_attention")) not in (None, "vision"):
         raise ValueError(refused("use_bidirectional_attention", 'null, or "vision"', found))
     dim, layers, eps = text["hidden_size"], text["num_hidden_layers"], text["rms_norm_eps"]
-    sizes: dict[str, Any] = {"in_features": dim, "out_features": text["vocab_size"], "param_init": INIT}
+    sizes: dict[str, Any] = {
+        "in_features": dim,
+        "out_features": text["vocab_size"],
+        "param_init": INIT,
+    }
     cap, tied = text.get("final_logit_softcapping"), config.get("tie_word_embeddings", True)
     if text.get("tie_word_embeddings", True) != tied:
         raise ValueError(refused("tie_word_embeddings", "one value", [tied, not tied]))
@@ -307,7 +322,11 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
         layers=blocks(text),
         layer_inputs=layer_inputs(text, layers) if layer_input_size(text) else None,
     )
-    return spec_of_blocks("gemma4", model, TowerAdapter if text is not config else Gemma4Adapter)
+    return spec_of_blocks(
+        "gemma4",
+        model,
+        Gemma4TowerAdapter if text is not config else Gemma4Adapter,
+    )
 
 
 def layer_input_size(config: Mapping[str, Any]) -> int:
@@ -323,7 +342,11 @@ def layer_inputs(config: Mapping[str, Any], layers: int) -> LayerInputs.Config:
         embedding=family_parts.ScaledEmbedding.Config(
             num_embeddings=vocabulary, embedding_dim=layers * size, parts=layers, param_init=INIT
         ),
-        projection=Linear.Config(in_features=config["hidden_size"], out_features=layers * size, param_init=INIT),
+        projection=Linear.Config(
+            in_features=config["hidden_size"],
+            out_features=layers * size,
+            param_init=INIT,
+        ),
         norm=norm(size, config["rms_norm_eps"]),
     )
 
@@ -335,7 +358,13 @@ def blocks(config: Mapping[str, Any]) -> list[ScaledBlock.Config]:
     shared = config.get("num_kv_shared_layers") or 0
     own = of_layers[: len(of_layers) - shared]
     if missing := set(of_layers[len(own) :]) - set(own):
-        raise ValueError(refused("num_kv_shared_layers", f"a {min(missing)} layer before the shared ones", shared))
+        raise ValueError(
+            refused(
+                "num_kv_shared_layers",
+                f"a {min(missing)} layer before the shared ones",
+                shared,
+            )
+        )
     last = {kind: len(own) - 1 - own[::-1].index(kind) for kind in set(own)}
     layers = [block(config, i, kind, double=i >= len(own)) for i, kind in enumerate(of_layers)]
     for layer, kind in zip(layers[len(own) :], of_layers[len(own) :], strict=True):
@@ -343,7 +372,11 @@ def blocks(config: Mapping[str, Any]) -> list[ScaledBlock.Config]:
         source: Any = layers[last[kind]].attention
         if (attention.head_dim, attention.n_kv_heads) != (source.head_dim, source.n_kv_heads):
             raise ValueError(
-                refused("per_layer_config", f"equal keys in all {kind} layers", config["per_layer_config"])
+                refused(
+                    "per_layer_config",
+                    f"equal keys in all {kind} layers",
+                    config["per_layer_config"],
+                )
             )
         attention.source, source.kept = last[kind], True
         attention.qkv_linear = QueryLinear.Config(**family_parts.values_of(attention.qkv_linear))
@@ -374,10 +407,18 @@ def block(config: Mapping[str, Any], layer: int, kind: str, *, double: bool) -> 
         wqkv_param_init=INIT,
         wo_param_init=INIT,
         inner_attention=VarlenAttention.Config(window_size=(-1, 0) if full else (window - 1, 0)),
-        rope=rope((config.get("rope_parameters") or ROPES)[kind], head_dim, config["max_position_embeddings"]),
+        rope=rope(
+            (config.get("rope_parameters") or ROPES)[kind],
+            head_dim,
+            config["max_position_embeddings"],
+        ),
         qk_norm=norm(head_dim, eps),
     )
-    attention = NormedValueAttention.Config(**family_parts.values_of(usual), scale=1.0, value_eps=eps)
+    attention = NormedValueAttention.Config(
+        **family_parts.values_of(usual),
+        scale=1.0,
+        value_eps=eps,
+    )
     if full and config.get("attention_k_eq_v"):
         attention.qkv_linear = KeyLinear.Config(**family_parts.values_of(attention.qkv_linear))
     rows = config["intermediate_size"] * (2 if double and config.get("use_double_wide_mlp") else 1)
@@ -406,7 +447,13 @@ def rope(given: Mapping[str, Any], head_dim: int, length: int) -> ScaledRoPE.Con
         return ProportionalRoPE.Config(**keys, rotated=given.get("partial_rotary_factor", 1.0))
     if given["rope_type"] == "default":
         return ScaledRoPE.Config(**keys)
-    raise ValueError(refused("rope_parameters", "rope_type default or proportional, with factor 1", given))
+    raise ValueError(
+        refused(
+            "rope_parameters",
+            "rope_type default or proportional, with factor 1",
+            given,
+        )
+    )
 
 
 def norm(size: int, eps: float) -> RMSNorm.Config:

@@ -78,7 +78,7 @@ class Qwen35Adapter(Adapter):
         }
 
 
-class TowerAdapter(Qwen35Adapter):
+class Qwen35TowerAdapter(Qwen35Adapter):
     tower = True
 
 
@@ -112,7 +112,13 @@ class HybridModel(family_parts.Model):
             """Count attention in the layers that have it. What a state takes grows with tokens, and is not counted."""
             attention: Any = self.first_attention
             attended = replace(self, layers=[x for x in self.layers if isinstance(x.attention, type(attention))])
-            return get_moe_model_nparams_and_flops(attended, model, attention.n_heads, 2 * attention.head_dim, seq_len)
+            return get_moe_model_nparams_and_flops(
+                attended,
+                model,
+                attention.n_heads,
+                2 * attention.head_dim,
+                seq_len,
+            )
 
 
 class GatedAttention(family_parts.Attention):
@@ -132,7 +138,13 @@ class GatedAttention(family_parts.Attention):
         k_BLNH, v_BLNH = (project(x_BLD).unflatten(-1, (-1, self.head_dim)) for project in (linear.wk, linear.wv))
         q_BLNH, k_BLNH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLNH), positions)
         keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
-        out_BLNH = self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **keys)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=attention_masks,
+            **keys,
+        )
         return self.wo((out_BLNH * gate_BLNH.sigmoid()).contiguous().flatten(2))
 
 
@@ -189,7 +201,14 @@ class DeltaAttention(Module):
         v_BLNV, z_BLNV = (x.unflatten(-1, (-1, self.value_size)) for x in (v, z))
         steps_BLN = F.softplus(a.float() + own_heads(self.dt_bias).float())
         log_decay_BLN = -own_heads(self.A_log).float().exp() * steps_BLN
-        out_BLNV, _ = gated_delta_rule(q, k, v_BLNV, log_decay_BLN, b.float().sigmoid(), documents_BL=documents_BL)
+        out_BLNV, _ = gated_delta_rule(
+            q,
+            k,
+            v_BLNV,
+            log_decay_BLN,
+            b.float().sigmoid(),
+            documents_BL=documents_BL,
+        )
         norm = own_heads(self.norm, Partial())
         normed = norm * F.rms_norm(out_BLNV, (self.value_size,), eps=self.eps).to(x_BLD.dtype)
         out = (normed * F.silu(z_BLNV.float())).to(x_BLD.dtype).flatten(2)
@@ -227,8 +246,18 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
         layers=[block(text, kind) for kind in kinds(text)],
     )
     if model.first_attention is None:
-        raise ValueError(refused("layer_types", "a layer with full_attention", text.get("layer_types")))
-    return spec_of_blocks("qwen3_5", model, TowerAdapter if "text_config" in config else Qwen35Adapter)
+        raise ValueError(
+            refused(
+                "layer_types",
+                "a layer with full_attention",
+                text.get("layer_types"),
+            )
+        )
+    return spec_of_blocks(
+        "qwen3_5",
+        model,
+        Qwen35TowerAdapter if "text_config" in config else Qwen35Adapter,
+    )
 
 
 def kinds(text: Mapping[str, Any]) -> list[str]:
@@ -236,7 +265,13 @@ def kinds(text: Mapping[str, Any]) -> list[str]:
     default = [LINEAR if (i + 1) % every else FULL for i in range(text["num_hidden_layers"])]
     found = list(text.get("layer_types") or default)
     if len(found) != len(default) or not {*found} <= {LINEAR, FULL}:
-        raise ValueError(refused("layer_types", f"{LINEAR} or {FULL} for each of {len(default)} layers", found))
+        raise ValueError(
+            refused(
+                "layer_types",
+                f"{LINEAR} or {FULL} for each of {len(default)} layers",
+                found,
+            )
+        )
     return found
 
 
@@ -280,7 +315,13 @@ def attention(text: Mapping[str, Any]) -> GatedAttention.Config:
 def delta_attention(text: Mapping[str, Any]) -> DeltaAttention.Config:
     dim, key_heads, value_heads = text["hidden_size"], text["linear_num_key_heads"], text["linear_num_value_heads"]
     if value_heads % key_heads:
-        raise ValueError(refused("linear_num_value_heads", f"a multiple of {key_heads} key heads", value_heads))
+        raise ValueError(
+            refused(
+                "linear_num_value_heads",
+                f"a multiple of {key_heads} key heads",
+                value_heads,
+            )
+        )
     keys, values = key_heads * text["linear_key_head_dim"], value_heads * text["linear_value_head_dim"]
     rows = {"q": keys, "k": keys, "v": values, "z": values, "a": value_heads, "b": value_heads}
     linear = partial(Linear.Config, param_init=INIT)
@@ -308,4 +349,8 @@ def decays(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def norm(size: int, eps: float) -> family_parts.OffsetNorm.Config:
-    return family_parts.OffsetNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.zeros_})
+    return family_parts.OffsetNorm.Config(
+        normalized_shape=size,
+        eps=eps,
+        param_init={"weight": nn.init.zeros_},
+    )

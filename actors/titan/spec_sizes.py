@@ -37,7 +37,15 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         elif not isinstance(inner, VarlenAttention.Config):
             raise ValueError(f"expected VarlenAttention in layer {i}, found {type(inner).__qualname__}")
     attention, eps = model.first_attention, model.norm.eps
-    attentions = [each.attention for each in model.layers if not getattr(each.attention, "recurrent_heads", ())]
+    attentions = [
+        each.attention
+        for each in model.layers
+        if not getattr(
+            each.attention,
+            "recurrent_heads",
+            (),
+        )
+    ]
     latent = getattr(attention, "kv_lora_rank", None)
     return {
         "vocab_size": model.vocab_size,

@@ -37,7 +37,14 @@ def run(
         inputs[slot] = both[:, -places:].to(inputs.dtype)
         mixed = causal_conv(both, layer.conv1d.weight[:, 0])[:, places:].flatten(0, 1)
         q, k, v = (x.squeeze(0).unflatten(0, (len(slot), -1)) for x in layer.rearrange_mixed_qkv(mixed))
-        out, state = gated_delta_rule(q, k, v, of(log_decay), of(beta), state_BNKV=state.transpose(-1, -2))
+        out, state = gated_delta_rule(
+            q,
+            k,
+            v,
+            of(log_decay),
+            of(beta),
+            state_BNKV=state.transpose(-1, -2),
+        )
         core_attn_out[tokens] = out.flatten(0, 1).to(core_attn_out.dtype)
         states[slot] = state.transpose(-1, -2).to(states.dtype)
 

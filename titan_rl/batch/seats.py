@@ -76,7 +76,11 @@ def _of_players(group: Group) -> list[Group]:
 def _of_player(rollout: Rollout, seat: str) -> Rollout:
     """Return a rollout as a player's own: invalid if the player never moved."""
     branches, reward = [branch for branch in rollout.branches if branch.seat == seat], rollout.seats.get(seat)
-    return replace(rollout, branches=branches, reward=reward if reward is not None and branches else math.nan)
+    return replace(
+        rollout,
+        branches=branches,
+        reward=reward if reward is not None and branches else math.nan,
+    )
 
 
 def _merged(group: Group, players: Sequence[Group], by_sequence: dict[int, list[Sample]]) -> Group:

@@ -21,7 +21,15 @@ ROWS = 6000
 def deals(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows to train on, and to evaluate on: each deal equally often."""
     dealt = ("".join(DEALS[n % len(DEALS)]) for n in range(ROWS))
-    rows = [{"question": "", "answer": cards, "cards": cards, "hand": n} for n, cards in enumerate(dealt)]
+    rows = [
+        {
+            "question": "",
+            "answer": cards,
+            "cards": cards,
+            "hand": n,
+        }
+        for n, cards in enumerate(dealt)
+    ]
     return rows[eval_size:], rows[:eval_size]
 
 

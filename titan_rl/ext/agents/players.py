@@ -80,7 +80,15 @@ async def play_in_turn(
     end, by the same names or numbers."""
     seats = [*policies]
     rewards, metrics, turns = dict.fromkeys(seats, 0.0), defaultdict[str, float](float), list[float]()
-    offered = offered_by(prompt.row, prompt.text, prompt.answer, seed, prompt.messages, prompt.id, seats)
+    offered = offered_by(
+        prompt.row,
+        prompt.text,
+        prompt.answer,
+        seed,
+        prompt.messages,
+        prompt.id,
+        seats,
+    )
     environment, tools = await bounded(make_environment(make, name, offered, args)), Toolbox(())
     try:
         step = Step(await bounded(reset_environment(environment, name, offered)))

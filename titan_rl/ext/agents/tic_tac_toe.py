@@ -28,11 +28,24 @@ def games(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[st
     """Return rows of self-play to train on, and rows to evaluate on, against each opponent from each seat."""
     plain = {"question": "", "answer": ""}
     heldout = [
-        {**plain, "game": n, "opponent": opponent, "opponent_seat": seat}
+        {
+            **plain,
+            "game": n,
+            "opponent": opponent,
+            "opponent_seat": seat,
+        }
         for n in range(eval_size)
         for opponent, seat in [AGAINST[n % len(AGAINST)]]
     ]
-    return [{**plain, "game": n, "opponent": "", "opponent_seat": ""} for n in range(ROWS)], heldout
+    return [
+        {
+            **plain,
+            "game": n,
+            "opponent": "",
+            "opponent_seat": "",
+        }
+        for n in range(ROWS)
+    ], heldout
 
 
 class TicTacToe:

@@ -60,7 +60,12 @@ class EnvServed:
             headers={"Authorization": f"Bearer {key}"},
             renderer_model_name=tokenizer,
         )
-        episode = await self._client.run(client=client, model=model, sampling=SamplingConfig(), task_data=dict(task))
+        episode = await self._client.run(
+            client=client,
+            model=model,
+            sampling=SamplingConfig(),
+            task_data=dict(task),
+        )
         return outcome_of_seats(episode, self._seats) if self._several else outcome_of(episode, self._seats[0])
 
     async def _started(self) -> Any:
