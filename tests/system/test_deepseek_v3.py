@@ -51,6 +51,19 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     assert json.loads((run.folder / "hf" / "config.json").read_text())["n_group"] == model["n_group"]
 
 
+def test_adapters_beside_experts_are_merged(runs: Runs, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", drawn(2) | GROUPS | {"num_hidden_layers": 3, "first_k_dense_replace": 1})
+    keys = {"model__name": "auto", "model__hf_assets_path": folder, "lora__rank": 8}
+    run = runs.finish(tmp_path / "run", **keys, cold_start__steps=0, training__steps=3, optimizer__lr=1e-2)
+    lines = [line for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
+    assert max(line["logprob_gap/mean"] for line in lines) < 1e-4
+    (file,) = (run.folder / "hf").glob("*.safetensors")
+    before, after = load_file(folder / "model.safetensors"), load_file(file)
+    moved = [name for name, w in after.items() if not torch.equal(w, before[name])]
+    assert moved
+    assert all(".self_attn." in name for name in moved)
+
+
 MESHES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
     "experts dealt to tensor-parallel ranks": {
