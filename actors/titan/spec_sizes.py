@@ -29,23 +29,17 @@ from titan_rl.config.sections import Config, ParallelismSection
 def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
     spec = spec_of(spec_name, config)
     model: Any = spec.model
-    recurrent_heads, folder = 0, tensors(spec)
+    recurrent_heads, attentions = 0, list[Any]()
     for i, layer in enumerate(model.layers):
-        inner = getattr(layer.attention, "inner_attention", None)
-        if heads := getattr(layer.attention, "recurrent_heads", ()):
+        attention: Any = layer.attention
+        if heads := getattr(attention, "recurrent_heads", ()):
             recurrent_heads = math.gcd(recurrent_heads, *heads)
-        elif not isinstance(inner, VarlenAttention.Config):
+            continue
+        attentions.append(attention)
+        inner = getattr(attention, "inner_attention", None)
+        if not isinstance(inner, VarlenAttention.Config):
             raise ValueError(f"expected VarlenAttention in layer {i}, found {type(inner).__qualname__}")
-    attention, eps = model.first_attention, model.norm.eps
-    attentions = [
-        each.attention
-        for each in model.layers
-        if not getattr(
-            each.attention,
-            "recurrent_heads",
-            (),
-        )
-    ]
+    attention, eps, folder = model.first_attention, model.norm.eps, tensors(spec)
     latent = getattr(attention, "kv_lora_rank", None)
     return {
         "vocab_size": model.vocab_size,

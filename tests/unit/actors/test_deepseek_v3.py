@@ -27,12 +27,13 @@ SCALING: dict[str, Any] = PUBLISHED["rope_scaling"]
 
 def test_the_published_sizes() -> None:
     found = sizes("titan_rl.actors.titan.deepseek_v3:spec", PUBLISHED | {"num_hidden_layers": 4})
-    tensors = found.pop("tensors")
+    tensors, adaptable = found.pop("tensors"), found.pop("adaptable")
+    assert {name.split(".")[-2] for name in adaptable} == {"q_b_proj", "kv_b_proj", "o_proj"}
     assert found == {
         **{"vocab_size": 129280, "dim": 7168, "n_layers": 4, "n_heads": 128, "n_kv_heads": 128, "head_dim": 192},
         **{"latent_dim": 576, "hidden_dim": 2048, "dense_layers": 3, "dense_hidden_dim": 18432, "experts": 256},
         **{"experts_per_token": 8, "shared_experts": 1, "max_seq_len": 163840, "rope_theta": 10000.0},
-        **{"norm_eps": 1e-6, "tied": False},
+        **{"norm_eps": 1e-6, "tied": False, "fused_tensors": {}, "float32_ends": (), "recurrent_heads": 0},
     }
     assert tensors["model.layers.3.mlp.experts.255.down_proj.weight"] == [7168, 2048]
     assert tensors["model.layers.3.mlp.gate.e_score_correction_bias"] == [256]

@@ -123,7 +123,7 @@ class Started:
         monkeypatch.setattr(bring_up, "verify_complete", lambda *_: None)
         monkeypatch.setattr(bring_up, "GeneratorMesh", self)
         monkeypatch.setattr(bring_up, "ModelMesh", self.model_mesh)
-        shape: Any = SimpleNamespace(with_value_head=lambda: None)
+        shape: Any = SimpleNamespace(with_value_head=lambda: None, recurrent_heads=0)
         config = load(find("grpo_llama"), [(key.replace("__", "."), str(value)) for key, value in keys.items()])
         setup: Any = SimpleNamespace(
             config=config,
