@@ -88,6 +88,26 @@ def test_flags_select_samples(run: Path, capsys: pytest.CaptureFixture[str], fla
     assert [f"{each['step']}.{each['prompt_id']}.{each['sample']}" for each in found] == samples
 
 
+def test_players_are_named_and_a_game_is_won_by_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def game(white: float) -> Rollout:
+        said = [
+            {"role": "assistant", "content": "e4", "name": "white"},
+            {"role": "assistant", "content": "e5", "name": "b"},
+        ]
+        turns = [Turn([3], Completion([4], [-1.0], [0], "stop"), 0.0, i, seat) for i, seat in enumerate(("white", "b"))]
+        seats = {"white": white, "b": -white, "judge": None}
+        return Rollout([Branch([each]) for each in turns], "e5", 0.0, messages=said, seats=seats)
+
+    characters.build(tmp_path / "model")
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.step(1, {"reward/mean": 0.0}, {}, [Group(Prompt(0, "", [3], ""), [game(-1.0), game(1.0), game(0.0)])])
+    out = shown(capsys, tmp_path)
+    assert "reward 0.00 · white 1.00, b -1.00, judge frozen" in out
+    assert "2 turns · 2 players · policy age" in out
+    assert "assistant white\n  e4\nassistant b\n  e5" in out
+    assert [line.split(", ")[2].split()[1] for line in out.splitlines() if line.startswith("── step")] == ["1", "0"]
+
+
 def test_turns_with_tools_groups_and_tokens_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, run, "--prompt", 31, "--group")
     assert "── step 3, prompt 31: 3 samples, mean reward 0.50 " in out

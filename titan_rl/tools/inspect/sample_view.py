@@ -65,12 +65,15 @@ def good_and_bad(samples: Sequence[RunSample]) -> list[RunSample]:
 
 
 def spread(group: Sequence[RunSample]) -> float:
-    rewards = [sample.reward for sample in group if sample.reward is not None]
+    rewards = [_reward(sample) for sample in group if sample.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
 
 
 def _reward(sample: RunSample) -> float:
-    return sample.reward or 0.0
+    """Return the reward by which samples are compared: of several players the first one's that is trained, because
+    their mean is 0 where one wins what the other loses."""
+    trained = [reward for reward in sample.seats.values() if reward is not None]
+    return (trained[0] if trained else sample.reward) or 0.0
 
 
 # -- a conversation ----------------------------------------------------------------------------------------------------
