@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from support.folders import tensors_of
 from support.qwen3_5 import drawn, make_model
 from support.running import Run, Runs
 
@@ -40,8 +40,7 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
     assert len(gaps) == 3
     assert max(gaps) < most
-    before = load_file(folder / "model.safetensors")
-    after = {name: w for file in (run.folder / "hf").glob("*.safetensors") for name, w in load_file(file).items()}
+    before, after = tensors_of(folder), tensors_of(run.folder / "hf")
     assert {name: w.shape for name, w in after.items()} == {name: w.shape for name, w in before.items()}
     kept = {name for name, w in after.items() if torch.equal(w.float(), before[name])}
     assert kept == {name for name in before if "visual" in name}

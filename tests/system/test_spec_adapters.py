@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from support import gemma4, muse_glimmer
+from support.folders import tensors_of
 from support.running import Run, Runs
 
 RANK, ALPHA = 8, 16.0
@@ -82,8 +83,7 @@ def assert_sampled(run: Run, most: float) -> None:
 
 def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> None:
     """Assert that an export is the folder, which the trainer keeps in `dtype`, plus B A of each adapter beside it."""
-    (file,) = export.glob("*.safetensors")
-    before, after = load_file(model[0] / "model.safetensors"), load_file(file)
+    before, after = tensors_of(model[0]), tensors_of(export)
     adapters = load_file(export / "adapter" / "adapter_model.safetensors")
     changes = {name for name in adapters if name.endswith("lora_B.weight") and adapters[name].any()}
     assert len(changes) == model[1]
@@ -98,8 +98,8 @@ def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> 
 def test_a_run_goes_on_to_the_last_bit(runs: Runs, model: tuple[Path, int], whole: Run) -> None:
     adapted_run(runs, model, "parts", training__steps=2)
     parts = adapted_run(runs, model, "parts")
-    (one,), (other,) = ((run.folder / "hf").glob("*.safetensors") for run in (whole, parts))
-    assert all(torch.equal(w, load_file(other)[name]) for name, w in load_file(one).items())
+    one, other = (tensors_of(run.folder / "hf") for run in (whole, parts))
+    assert all(torch.equal(w, other[name]) for name, w in one.items())
 
 
 def test_both_kinds_of_export_are_proven(whole: Run, tmp_path: Path) -> None:
