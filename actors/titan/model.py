@@ -571,8 +571,8 @@ def _by_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def add_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors as they are to a further file of an exported folder. torch's writer makes zeros of those that have
-    no dimension (2.13)."""
+    """Write tensors as they are to a further file of an exported folder. torch's writer makes zeros of
+    tensors without a dimension (2.13)."""
     if not tensors:
         return
     path = folder / "model.safetensors.index.json"

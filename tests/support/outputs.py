@@ -4,11 +4,23 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from support.running import RunFiles
+from support.running import RunFiles, Runs
 
 
 def losses(run: RunFiles, kind: str = "rl") -> list[float]:
     return [line["loss"] for line in run.lines("metrics.jsonl", kind) if "loss" in line]
+
+
+def losses_of_examples(runs: Runs, folder: Path, model: Path) -> list[float]:
+    """Train a model's folder on examples for 80 steps, and return their losses."""
+    keys = {"model__name": "auto", "model__hf_assets_path": model, "eval__size": 0}
+    keys |= {"training__steps": 80, "training__global_batch_size": 64, "optimizer__lr": 3e-3}
+    return losses(runs.finish(folder / "run", "sft_llama", small=False, **keys), "fit")
+
+
+def logprob_gaps(run: RunFiles) -> list[float]:
+    """Return the mean difference of log-probs between engines and trainers in each step."""
+    return [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
 
 
 def sampled(run: RunFiles) -> list[tuple[int, int, list[int], list[float]]]:

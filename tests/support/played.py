@@ -41,7 +41,7 @@ class Played:
     def __init__(self, loop: EpisodeLoop, wake: threading.Event, tokenizer: TextTokenizer) -> None:
         self.loop, self.tokenizer = loop, tokenizer
         self.contexts: dict[int, list[list[int]]] = {}
-        self.seats: dict[int, list[str]] = {}  # of the turns, in the order in which they were asked
+        self.seats: dict[int, list[str]] = {}  # the seat of each turn, in the order of requests
         self._wake = wake
 
     def news(self, count: int = 1, seconds: float = PATIENCE) -> list[News]:

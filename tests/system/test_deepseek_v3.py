@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.deepseek_v3 import drawn, make_model
+from support.outputs import logprob_gaps, losses_of_examples
 from support.running import Runs
 from titan_rl.wire.model_shape import ROUTE_BIAS
 
@@ -37,9 +38,9 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     folder = make_model(tmp_path / "model", model)
     keys |= {"model__name": "auto", "model__hf_assets_path": folder}
     run = runs.finish(tmp_path / "run", **keys, cold_start__steps=2, training__steps=3)
-    lines = [line for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
-    assert len(lines) == 3
-    assert max(line["logprob_gap/mean"] for line in lines) < most
+    gaps = logprob_gaps(run)
+    assert len(gaps) == 3
+    assert max(gaps) < most
     (file,) = (run.folder / "hf").glob("*.safetensors")
     before, after = load_file(folder / "model.safetensors"), load_file(file)
     assert after.keys() == before.keys()
@@ -55,8 +56,7 @@ def test_adapters_beside_experts_are_merged(runs: Runs, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", drawn(2) | GROUPS | {"num_hidden_layers": 3, "first_k_dense_replace": 1})
     keys = {"model__name": "auto", "model__hf_assets_path": folder, "lora__rank": 8}
     run = runs.finish(tmp_path / "run", **keys, cold_start__steps=0, training__steps=3, optimizer__lr=1e-2)
-    lines = [line for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
-    assert max(line["logprob_gap/mean"] for line in lines) < 1e-4
+    assert max(logprob_gaps(run)) < 1e-4
     (file,) = (run.folder / "hf").glob("*.safetensors")
     before, after = load_file(folder / "model.safetensors"), load_file(file)
     moved = [name for name, w in after.items() if not torch.equal(w, before[name])]
@@ -91,9 +91,5 @@ def test_steps_are_those_of_two_ranks(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_it_learns(runs: Runs, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", drawn(3))
-    keys: dict[str, Any] = {"model__name": "auto", "model__hf_assets_path": folder, "eval__size": 0, "small": False}
-    keys |= {"training__steps": 80, "training__global_batch_size": 64, "optimizer__lr": 3e-3}
-    run = runs.finish(tmp_path / "run", "sft_llama", **keys)
-    losses = [line["loss"] for line in run.lines("metrics.jsonl", "fit") if "loss" in line]
-    assert losses[-1] < 0.5 * losses[0]
+    found = losses_of_examples(runs, tmp_path, make_model(tmp_path / "model", drawn(3)))
+    assert found[-1] < 0.5 * found[0]

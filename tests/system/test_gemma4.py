@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from support.folders import tensors_of
 from support.gemma4 import add_unused, drawn, drawn_small, gradient_gaps, make_model
 from support.gloo_ranks import on_ranks
+from support.outputs import logprob_gaps, losses_of_examples
 from support.running import Runs
 
 LAG: dict[str, Any] = {
@@ -42,7 +43,7 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
         add_unused(folder)
     keys = keys | {"model__name": "auto", "model__hf_assets_path": folder}
     run = runs.finish(tmp_path / "run", **keys, cold_start__steps=2, training__steps=3)
-    gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
+    gaps = logprob_gaps(run)
     assert len(gaps) == 3
     assert max(gaps) < most
     before, after = tensors_of(folder), tensors_of(run.folder / "hf")
@@ -57,12 +58,8 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
 
 
 def test_it_learns(runs: Runs, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", drawn(3))
-    keys: dict[str, Any] = {"model__name": "auto", "model__hf_assets_path": folder, "eval__size": 0, "small": False}
-    keys |= {"training__steps": 80, "training__global_batch_size": 64, "optimizer__lr": 3e-3}
-    run = runs.finish(tmp_path / "run", "sft_llama", **keys)
-    losses = [line["loss"] for line in run.lines("metrics.jsonl", "fit") if "loss" in line]
-    assert losses[-1] < 0.5 * losses[0]
+    found = losses_of_examples(runs, tmp_path, make_model(tmp_path / "model", drawn(3)))
+    assert found[-1] < 0.5 * found[0]
 
 
 MESHES = {"tensor parallel": (2, 1, "none"), "context parallel": (1, 2, "none"), "recomputed": (2, 1, "full")}

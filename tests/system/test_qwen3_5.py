@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.folders import tensors_of
+from support.outputs import logprob_gaps
 from support.qwen3_5 import drawn, make_model
 from support.running import Run, Runs
 
@@ -37,7 +38,7 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     folder = make_model(tmp_path / "model", drawn(7, ranks=2), tower="tower" in pair)
     keys |= {"model__name": "auto", "model__hf_assets_path": folder}
     run = runs.finish(tmp_path / "run", **keys, cold_start__steps=2, training__steps=3)
-    gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
+    gaps = logprob_gaps(run)
     assert len(gaps) == 3
     assert max(gaps) < most
     before, after = tensors_of(folder), tensors_of(run.folder / "hf")

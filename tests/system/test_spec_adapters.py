@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from support import gemma4, muse_glimmer
 from support.folders import tensors_of
+from support.outputs import logprob_gaps
 from support.running import Run, Runs
 
 RANK, ALPHA = 8, 16.0
@@ -76,7 +77,7 @@ def test_engines_sample_with_the_adapters(runs: Runs, model: tuple[Path, int], p
 
 
 def assert_sampled(run: Run, most: float) -> None:
-    gaps = [line["logprob_gap/mean"] for line in run.lines("metrics.jsonl") if "logprob_gap/mean" in line]
+    gaps = logprob_gaps(run)
     assert len(gaps) == KEYS["training__steps"]
     assert max(gaps) < most
 

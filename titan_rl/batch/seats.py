@@ -34,7 +34,7 @@ def with_seats(groups: Sequence[Group], trained: Sequence[Group], samples: Seque
     for sample in samples:
         by_sequence[sample.sequence].append(sample)
     remaining = iter(trained)
-    players = [[next(remaining) for _ in _of_players(group)] for group in groups]
+    players = [[next(remaining) for _ in _players(group)] for group in groups]
     return [_merged(group, own, by_sequence) for group, own in zip(groups, players, strict=True)]
 
 
@@ -57,11 +57,18 @@ def mean_reward(seats: Iterable[float | None]) -> float:
     return math.fsum(rewards) / len(rewards) if rewards else math.nan
 
 
-def _of_players(group: Group) -> list[Group]:
+def _players(group: Group) -> list[str]:
+    """Return the seats that are trained; "" for a group of one player."""
     if not any(rollout.seats for rollout in group.rollouts):
-        return [group]
+        return [""]
     rewards = [item for rollout in group.rollouts for item in rollout.seats.items()]
-    players = sorted({seat for seat, reward in rewards if reward is not None})
+    return sorted({seat for seat, reward in rewards if reward is not None})
+
+
+def _of_players(group: Group) -> list[Group]:
+    players = _players(group)
+    if players == [""]:
+        return [group]
     return [
         replace(
             group,

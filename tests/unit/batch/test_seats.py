@@ -1,4 +1,4 @@
-"""Episodes of several players: each player learns what it would learn alone."""
+"""Episodes of several players: each player learns the same as alone."""
 
 import json
 import random

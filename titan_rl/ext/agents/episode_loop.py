@@ -123,7 +123,7 @@ class EpisodeLoop:
         self._settings, self._limits, self._renderer = settings, settings.limits, renderer
         self._notify = notify
         self._news: deque[News] = deque()
-        self._fresh: list[News] = []  # of this moment: players that move together ask together
+        self._fresh: list[News] = []  # not published yet: players that move together ask in one message
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asking: dict[int, Asking] = {}
         self._threads = Threads(settings.concurrency)
@@ -351,14 +351,14 @@ class EpisodeLoop:
     async def _play_seats(self, begin: Begin, asking: Asking, bounded: Bounded) -> Outcome:
         """Play an episode of several players."""
         settings, prompt, seats = self._settings, begin.prompt, self._settings.seats
-        heard: list[Message] = [*prompt.messages]
+        messages: list[Message] = [*prompt.messages]
         policies = {
             seat: Policy(
                 prompt,
                 self._renderer,
                 self._limits,
                 partial(asking.ask, seat=seat),
-                lambda message, seat=seat: heard.append({**message, "name": seat}),
+                lambda message, seat=seat: messages.append({**message, "name": seat}),
             )
             for seat in seats.names
         }
@@ -369,7 +369,7 @@ class EpisodeLoop:
                 self._make, settings.name, policies, prompt, begin.seed, bounded, settings.args
             )
         moved = [seat for seat, policy in policies.items() if policy.turns]
-        return outcome_of_players(result, status, moved, seats, heard, settings.name)
+        return outcome_of_players(result, status, moved, seats, messages, settings.name)
 
 
 def _late_place(error: BaseException) -> str:

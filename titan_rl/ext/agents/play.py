@@ -51,10 +51,10 @@ class Policy:
         renderer: Renderer,
         limits: Limits,
         ask: Ask,
-        hear: Callable[[Message], None] | None = None,
+        note: Callable[[Message], None] | None = None,
     ) -> None:
-        """`hear` is called with each message of the conversation after the prompt."""
-        self._prompt, self._renderer, self._limits, self._ask, self._hear = prompt, renderer, limits, ask, hear
+        """`note` is called with each message of the conversation after the prompt."""
+        self._prompt, self._renderer, self._limits, self._ask, self._note = prompt, renderer, limits, ask, note
         self._tokens: list[int] = list(prompt.tokens)  # up to the last sampled one
         self._tools: Sequence[Schema] = ()
         self.turns = 0
@@ -85,9 +85,9 @@ class Policy:
         reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)
         said = [*messages_from(observation), reply.message]
         self.messages += said
-        if self._hear is not None:
+        if self._note is not None:
             for message in said:
-                self._hear(message)
+                self._note(message)
         return reply
 
 

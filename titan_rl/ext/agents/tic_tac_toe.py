@@ -19,7 +19,7 @@ SEATS = ("x", "o")
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 EMPTY = "." * 9
 ROWS = 4000
-FINE = 0.25  # of a move to no free square
+FINE = 0.25  # for a move to a square that is not free
 OPPONENTS = ("perfect", "random")
 AGAINST = [(opponent, seat) for opponent in OPPONENTS for seat in SEATS]  # in the order of the held-out games
 

@@ -1,4 +1,4 @@
-"""Episodes of several players in this process: who reads what, who moves when, and what each of them earns."""
+"""Episodes of several players in this process: their conversations, moves and rewards."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ async def forgets(policies: Mapping[str, Policy], row: Mapping[str, Any]) -> Any
 
 
 class Turns:
-    """Players move in turn; each earns what it says."""
+    """Players move in turn; each earns the number that it writes."""
 
     def __init__(self, seats: list[str]) -> None:
         self._seats, self._moved = seats, 0
