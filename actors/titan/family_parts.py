@@ -117,6 +117,17 @@ class Attention(GQAttention):
         if config.scale is not None:
             self.scaling = config.scale
 
+    def attend(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+    ) -> torch.Tensor:
+        """Return each head's mean of the values that its queries see, before the output projection."""
+        keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
+        return self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **keys)
+
 
 class BiasedRowwiseLinear(ScaledBiasRowwiseLinear):
     """A projection whose columns tensor parallelism cuts, with a bias that all ranks add once together. The gradient

@@ -260,14 +260,7 @@ class NormedValueAttention(family_parts.Attention):
             q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
             q_BLNH, k_BLNH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLNH), positions)
             v_BLNH = F.rms_norm(v_BLNH, v_BLNH.shape[-1:], eps=self.value_eps)
-        keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
-        out_BLNH = self.inner_attention(
-            q_BLNH,
-            k_BLNH,
-            v_BLNH,
-            attention_masks=attention_masks,
-            **keys,
-        )
+        out_BLNH = self.attend(q_BLNH, k_BLNH, v_BLNH, attention_masks)
         out_BLD = self.wo(out_BLNH.contiguous().flatten(2))
         return (out_BLD, k_BLNH, v_BLNH) if self.kept else (out_BLD,)
 

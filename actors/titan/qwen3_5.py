@@ -137,14 +137,7 @@ class GatedAttention(family_parts.Attention):
         q_BLNH, gate_BLNH = linear.wq(x_BLD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k_BLNH, v_BLNH = (project(x_BLD).unflatten(-1, (-1, self.head_dim)) for project in (linear.wk, linear.wv))
         q_BLNH, k_BLNH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLNH), positions)
-        keys: dict[str, Any] = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
-        out_BLNH = self.inner_attention(
-            q_BLNH,
-            k_BLNH,
-            v_BLNH,
-            attention_masks=attention_masks,
-            **keys,
-        )
+        out_BLNH = self.attend(q_BLNH, k_BLNH, v_BLNH, attention_masks)
         return self.wo((out_BLNH * gate_BLNH.sigmoid()).contiguous().flatten(2))
 
 
