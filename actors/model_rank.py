@@ -138,6 +138,10 @@ class ModelRank(Actor):
         self._model.export(folder)
 
     @verb
+    async def export_added(self, folder: str) -> None:
+        self._model.export_added(folder)
+
+    @verb
     async def shards(self) -> list[Shard]:
         """Return the rectangles of tensors that this rank holds: the trainer's half of the weight plan."""
         return self._model.held

@@ -192,6 +192,10 @@ class ModelMesh:
             )
         await self._all("export", folder)
 
+    async def export_added(self, folder: str) -> None:
+        """Write the added parameters alone, such as adapters, into a folder that exists."""
+        await self._all("export_added", folder)
+
     async def shards(self) -> list[list[Shard]]:
         """Gather the layout, by rank."""
         return await self._all("shards")

@@ -256,6 +256,7 @@ class Run:
             self._check_loss(loss)
         self._parts.stop.step = self.step + 1
         trained, samples, stats = await self._driven(self._update(good, advantage, loss))
+        stats = self._verbs.with_opponents(stats)
         self.step += 1
         self._cursor.trained(self.step, trained)
         self._record = StepRecord(self.step, trained, stats, self._cursor.take_dropped())
@@ -273,6 +274,7 @@ class Run:
         >>> await run.sync()
         """
         assert self._parts.weights is not None
+        await self._driven(self._verbs.keep(self.step))
         cost = await self._driven(self._parts.weights.sync(self.step))
         self.version = self.step
         if self._record is not None:

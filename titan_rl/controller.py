@@ -115,6 +115,7 @@ class Controller:
         sync, evaluations = served or (SyncStats(n), [])
         if not self.overlaps:
             stream.admit(self.config.rollout.groups_per_step)
+        stats = self.verbs.with_opponents(stats)
         self.report.step(n, groups, stats, sync, evaluations, dropped=stream.dropped, backlog=stream.backlog)
         prompts = [group.prompt.id for group in groups]
         hopeless = self.health.after(n, stats, groups, samples, sync.engines, prompts=prompts)
@@ -157,6 +158,7 @@ class Controller:
         """Sync the weights of step n, and evaluate them if that is due. A sync that overlaps with the next step admits
         that step's groups when it is done."""
         assert self.weights is not None
+        await self.verbs.keep(n)
         if self.overlaps:
             admit = partial(stream.admit, self.config.rollout.groups_per_step)
             sync = await self.weights.begin_sync(n, admit)

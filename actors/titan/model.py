@@ -421,7 +421,12 @@ class TitanModel:
             if isinstance(self.shape, SpecShape):
                 others = other_tensors(Path(self.config.model.hf_assets_path), self.shape.folder_tensors())
                 add_file(Path(folder), others)
-        adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
+        if adapters:
+            self.write_added(folder)
+
+    def write_added(self, folder: str | Path) -> None:
+        """Write the added parameters alone, such as adapters, into a folder that exists."""
+        self.adaptation.write(Path(folder), self.by_hf_name, self.shape, self.config.model.base)
 
     @property
     def by_hf_name(self) -> dict[str, torch.Tensor]:

@@ -177,6 +177,10 @@ class RoleModel(TitanModel):
         if self._policy.phase is not None:
             self._policy.phase.wait_for_saving()
 
+    def export_added(self, folder: str) -> None:
+        """Write the added parameters alone, such as adapters, into a folder that exists."""
+        self.write_added(folder)
+
     def unsound(self) -> list[str]:
         """Return the tensors of which this rank has a value that is not finite."""
         self.reshard()

@@ -422,7 +422,7 @@ class Engine:
         several slots, samples of the others are not touched, and this slot's are resumed as after another engine."""
         self._drain()  # as `suspend` has done, unless the weights stay
         self._adapters.check(self._llm)
-        opened = [open for open in self._open.values() if open.request.slot == slot]
+        opened = [open for open in self._open.values() if open.request.slot == slot and not open.request.adapter]
         if not keep:
             self._stats.recomputed += sum(open.cached(self._block) for open in opened)
         if keep or len(self.versions) > 1:
@@ -462,7 +462,9 @@ class Engine:
         from vllm.logprobs import FlatLogprobs
 
         open, index = self._in_vllm[output.request_id]
-        version = self._serving(open.request.slot)
+        version = open.request.version
+        if version is None:
+            version = self._serving(open.request.slot)
         sample, (delta,) = open.samples[index], output.outputs
         count = len(delta.token_ids)
         if index not in open.prefills:

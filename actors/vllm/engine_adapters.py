@@ -42,8 +42,9 @@ class EngineAdapters:
         return {}
 
 
-def engine_adapters(lora: LoraSection | None, shape: ModelShape, policies: int) -> EngineAdapters:
-    """Return a slot for the adapter of each policy. Without `lora` vLLM applies none."""
+def engine_adapters(lora: LoraSection | None, shape: ModelShape, policies: int, opponents: int = 0) -> EngineAdapters:
+    """Return a slot for the adapter of each policy, and of as many `opponents` that one batch may have. Without `lora`
+    vLLM applies none."""
     if lora is None:
         return EngineAdapters(slots=policies)
-    return needed_part("adapters of engines", "lora.rank")(lora, shape, slots=policies)
+    return needed_part("adapters of engines", "lora.rank")(lora, shape, slots=policies, opponents=opponents)

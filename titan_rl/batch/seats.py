@@ -58,11 +58,11 @@ def mean_reward(seats: Iterable[float | None]) -> float:
 
 
 def _players(group: Group) -> list[str]:
-    """Return the seats that are trained; "" for a group of one player."""
+    """Return the seats that are trained; "" for a group of one player. Opponents' are not."""
     if not any(rollout.seats for rollout in group.rollouts):
         return [""]
-    rewards = [item for rollout in group.rollouts for item in rollout.seats.items()]
-    return sorted({seat for seat, reward in rewards if reward is not None})
+    own = [(seat, reward) for r in group.rollouts for seat, reward in r.seats.items() if seat not in r.opponents]
+    return sorted({seat for seat, reward in own if reward is not None})
 
 
 def _of_players(group: Group) -> list[Group]:

@@ -58,6 +58,7 @@ from titan_rl.config.system_sections import (
     JobSection,
     MemorySection,
     MetricsSection,
+    OpponentsSection,
     PlacementSection,
     ProfilingSection,
     RecordSection,
@@ -78,6 +79,7 @@ class Config:
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    opponents: OpponentsSection = field(default_factory=OpponentsSection)
     sandbox: SandboxSection = field(default_factory=SandboxSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)

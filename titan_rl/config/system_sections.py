@@ -180,6 +180,33 @@ class EnvironmentSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpponentsSection:
+    pool: list[str] = field(default_factory=list)
+    """Who plays against the policy, in place of itself, in episodes of environment.seats (docs/environments.md):
+    "start", "best" and "steps-ago N" are its own earlier adapters, "history" all that are kept, and any other entry is
+    an adapter's folder in PEFT's layout. Empty: the policy plays all seats."""
+    seats: list[str] = field(default_factory=list)
+    """The seats that opponents take, one of them in each group. Empty: all of environment.seats."""
+    share: float = bounds(1.0, ge=0, le=1)
+    """Share of the groups that have an opponent. In the others the policy plays against itself."""
+    weighting: Literal["even", "hard"] = "even"
+    """How often each of the pool is met. "hard": by (1 - the share of games that the policy wins) squared, as
+    prioritized fictitious self-play."""
+    interval: int = bounds(10, ge=1, le=10**9)
+    """Steps between the policy's adapters that are kept, in opponents/ in the dump folder."""
+    history: int = bounds(8, ge=1, le=1000)
+    """Number of kept adapters, the newest ones, that "history" stands for."""
+    held_out: str = ""
+    """The entry of the pool that takes a seat in the held-out episodes. Empty: the policy plays all seats."""
+
+    @property
+    def slots(self) -> int:
+        """Adapters of opponents that one batch of an engine may use at the same time."""
+        number = len(self.pool) + ("history" in self.pool) * (self.history - 1)
+        return min(number, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSection:
     require: list[str] = field(default_factory=lambda: ["namespaces", "landlock", "seccomp"])
     """Layers that the sandbox has; nothing runs without one of them. Leave out "namespaces" where containers forbid

@@ -227,7 +227,11 @@ def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Est
     token = cache_bytes_per_token(config, shape)
     kept = {
         "weights": engine_weights(config, shape),
-        **({"adapter slots": adapter_slots(config, shape, slots)} if config.lora.in_vllm else {}),
+        **(
+            {"adapter slots": adapter_slots(config, shape, slots + config.opponents.slots)}
+            if config.lora.in_vllm
+            else {}
+        ),
         "KV cache": MemoryPart(cache, f"{count(cache // token)} tokens x {size(token)}"),
     }
     formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"

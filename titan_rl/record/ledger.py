@@ -103,9 +103,10 @@ class Ledger(SelfClosing):
         read: tuple[int, int],
         completion: Completion,
         seat: str = "",
+        opponent: str = "",
     ) -> None:
-        """An engine has answered turn `turn` of a rollout, of the player `seat`. `read`: number and checksum of the
-        tokens before it."""
+        """An engine has answered turn `turn` of a rollout, of the player `seat`, whom the `opponent` plays if it is not
+        the policy. `read`: number and checksum of the tokens before it."""
         self._append(
             "turn",
             prompt=prompt,
@@ -116,11 +117,13 @@ class Ledger(SelfClosing):
             tokens=len(completion.tokens),
             digest=digest(completion.tokens, completion.versions),
             **({"seat": seat} if seat else {}),
+            **({"opponent": opponent} if opponent else {}),
         )
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:
         """All samples of a prompt are there. `turns`: its rollouts, if each of their turns has had its own event."""
-        ends = [end for completion in completions if completion.versions for end in extremes(completion.versions)]
+        versions = [rollout.policy_versions for rollout in turns] or [c.versions for c in completions]
+        ends = [end for each in versions if each for end in extremes(each)]
         span = [min(ends), max(ends)] if ends else []
         digests = [digest(c.tokens, c.versions) for c in completions]
         more: dict[str, Any] = {}

@@ -104,7 +104,7 @@ def fit_metrics(
 
 def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
-    sampled = [rollout.versions for group in groups for rollout in group.rollouts]
+    sampled = [rollout.policy_versions for group in groups for rollout in group.rollouts]
     parts = [np.full(len(each), each[0]) if uniform(each) else np.array(each, np.int64) for each in sampled]
     versions = np.concatenate([np.zeros(0, np.int64), *parts])
     return step - 1 - (versions if versions.size else np.array([step - 1]))  # aborted rollouts may have no tokens
@@ -150,7 +150,7 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.rewards.items() if rollout.valid else ():
             named[f"reward_part/{name}"].append(value)
         for seat, reward in rollout.seats.items():
-            if reward is not None:
+            if reward is not None and seat not in rollout.opponents:
                 named[f"reward_seat/{seat}"].append(reward)
     return found | {name: fmean(values) for name, values in named.items()}
 

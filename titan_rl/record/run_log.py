@@ -292,6 +292,7 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
         "messages": list(rollout.messages),
         "error": rollout.error,
         **({"seats": dict(rollout.seats), "trained": dict(rollout.trained)} if rollout.seats else {}),
+        **({"opponents": dict(rollout.opponents)} if rollout.opponents else {}),
     }
 
 

@@ -8,8 +8,9 @@ Failures of a driver are data: the rollout's status. Only a failure of a mesh (R
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from titan_rl.batch.seats import mean_reward
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.session import RolloutSession, SessionLimits
 from titan_rl.wire.deadlines import deadline
@@ -18,9 +19,17 @@ from titan_rl.wire.seeds import derive, turn_seed
 from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome
 from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.types import Branch, Cast, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
 
 MAX_ERROR_CHARACTERS = 200
+
+
+Casts = Callable[[Prompt], Cast]
+"""Chooses who plays against the policy in the episodes of a prompt."""
+
+
+def no_opponents(prompt: Prompt) -> Cast:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,7 @@ class Play:
     greedy: bool = False  # for an evaluation: no turn is recorded, and greedy seeds do not matter
     group: str = ""  # the name of what begins with the same tokens
     expected: int = 0  # tokens of a turn
+    cast: Cast = field(default_factory=dict)
 
     def turn_seed(self, turn: int) -> int:
         if self.greedy and not self.sampling.temperature:
@@ -61,11 +71,13 @@ class Player:
         attempts: int = 1,
         ledger: Ledger | None = None,
         warn: Callable[[str], None] = lambda message: None,
+        cast: Casts = no_opponents,
     ) -> None:
         """Without a `driver`, a rollout is one answer to its prompt. `attempts` of a driver whose process is lost; then
-        the rollout's status is "lost"."""
+        the rollout's status is "lost". `cast` chooses the opponents in an evaluation."""
         self._driver, self._generators, self._decode = driver, generators, decode
         self._limits, self._attempts, self._ledger, self._warn = limits, attempts, ledger, warn
+        self._cast = cast
         self._warned: set[str] = set()  # subjects of the warnings so far, each of which is shown once
 
     async def play_for_evaluation(
@@ -81,6 +93,7 @@ class Player:
             sample=sample,
             greedy=True,
             group=name if set_name else "",
+            cast=self._cast(prompt),
         )
         return await self.play(play)
 
@@ -107,7 +120,7 @@ class Player:
             outcome = Outcome("timeout", error=f"the rollout took longer than {self._limits.seconds:g} s")
         finally:
             session.end()
-        return self._rollout(session.id, session.branches(outcome.turn_rewards), outcome, attempt)
+        return self._rollout(session.id, session.branches(outcome.turn_rewards), outcome, attempt, play.cast)
 
     async def _answer(self, play: Play) -> Rollout:
         """Sample the single turn of a rollout."""
@@ -116,7 +129,7 @@ class Player:
         try:
             (completion,) = await self._generators.generate(request)
         except RequestRefused as error:
-            return self._rollout(play.id, [], Outcome("error", error=_named(error)), 1)
+            return self._rollout(play.id, [], Outcome("error", error=_named(error)), 1, {})
         return self.answered(play.prompt, completion)
 
     async def _drive(self, driver: Driver, session: RolloutSession, *, last: bool) -> Outcome | None:
@@ -141,7 +154,7 @@ class Player:
         seed, limit = play.own_seed, play.sampling.max_new_tokens
         affinity = (name, play.group) if play.group else (name,)
 
-        async def ask(turn: int, tokens: list[int], max_tokens: int) -> Completion:
+        async def ask(turn: int, tokens: list[int], max_tokens: int, seat: str) -> Completion:
             sampling = play.sampling if max_tokens >= limit else replace(play.sampling, max_new_tokens=max_tokens)
             request = Request(
                 f"{name}:{turn}",
@@ -151,6 +164,8 @@ class Player:
                 expected=min(play.expected, sampling.max_new_tokens),
                 affinity=affinity,
             )
+            if (opponent := play.cast.get(seat)) is not None:
+                request = replace(request, adapter=opponent.adapter, version=opponent.version)
             began = span.now()
             try:
                 (completion,) = await self._generators.generate(request)
@@ -160,7 +175,8 @@ class Player:
 
         def answered(turn: int, seat: str, read: tuple[int, int], completion: Completion) -> None:
             if self._ledger is not None and not play.greedy:
-                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat)
+                opponent = play.cast[seat].name if seat in play.cast else ""
+                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat, opponent)
 
         begins = None if "branch" in self._warned else self._warn_of_branch
         return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)
@@ -170,13 +186,16 @@ class Player:
             self._warned.add("branch")
             self._warn(f"{message}. The metric branches/mean counts them")
 
-    def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int) -> Rollout:
+    def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int, cast: Cast) -> Rollout:
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
         if any(branch.seat for branch in branches) and not outcome.seats and outcome.status not in FAILED:
             outcome = Outcome("error", error="expected a reward of each player, found none")
         if outcome.status in FAILED and outcome.status not in self._warned:
             self._warned.add(outcome.status)
             self._warn(f"{name} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
+        if cast and outcome.reward is not None:
+            own = mean_reward(reward for seat, reward in outcome.seats.items() if seat not in cast)
+            outcome = replace(outcome, reward=None if math.isnan(own) else own)
         failed = outcome.status in FAILED or last is None or outcome.reward is None
         return Rollout(
             branches,
@@ -190,6 +209,7 @@ class Player:
             attempts=attempts,
             feedback=outcome.feedback,
             seats={} if failed else outcome.seats,
+            opponents={seat: opponent.name for seat, opponent in cast.items()},
         )
 
 

@@ -10,7 +10,7 @@ from typing import Self
 from titan_rl.batch.advantages import shorter_is_better, soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import DRIVER_ATTEMPTS, Play, Player
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Casts, Play, Player, no_opponents
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.judging import REWARD_ATTEMPTS
 from titan_rl.tasks.rubric import GRADER
@@ -107,6 +107,7 @@ class StreamSettings:
     driver_attempts: int = DRIVER_ATTEMPTS  # a driver is started again if its process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
+    cast: Casts = no_opponents
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward an environment or a reward model gave
     keeps: Callable[[Group], bool] | None = None  # the user's filter
     modelled: bool = False  # the judge is a reward model, which has no grader
@@ -201,7 +202,8 @@ class GroupSampler:
 
     async def _plays(self, prompt: Prompt) -> list[Rollout]:
         """Play the group's rollouts, each on its own, and the greedy one if it is the baseline."""
-        plays = [self._play(prompt, sample) for sample in range(self._settings.played)]
+        cast = self._settings.cast(prompt)  # one for the group, whose rollouts are compared
+        plays = [replace(self._play(prompt, sample), cast=cast) for sample in range(self._settings.played)]
         with span("sample", lane="groups", id=prompt.id):
             playing = [asyncio.create_task(self._player.play(play)) for play in plays]
             try:

@@ -35,9 +35,9 @@ class SessionLimits:
         return cls(context=config.longest_rollout, seconds=None if played else config.rollout.timeout_seconds)
 
 
-SampleTurn = Callable[[int, list[int], int], Awaitable[Completion]]
-"""Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, and the most
-new tokens."""
+SampleTurn = Callable[[int, list[int], int, str], Awaitable[Completion]]
+"""Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, the most new
+tokens, and its player."""
 Answered = Callable[[int, str, tuple[int, int], Completion], None]
 """Called with the number of each answered turn, its player, the length and checksum of its context, and its
 completion."""
@@ -84,7 +84,7 @@ class RolloutSession:
         self._turns += 1
         branch.sampling = True
         try:
-            completion = await self._ask(index, context, max_tokens)
+            completion = await self._ask(index, context, max_tokens, seat)
         finally:
             branch.sampling = False
         if self._over:

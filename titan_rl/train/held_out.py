@@ -2,7 +2,7 @@
 
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.rollout.judges import ranks_right, scores_of
-from titan_rl.rollout.player import DRIVER_ATTEMPTS, Player
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Casts, Player, no_opponents
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.prompts import SAMPLES
 from titan_rl.train.best_weights import BestWeights
@@ -12,7 +12,8 @@ from titan_rl.wire.sessions import Plays
 
 
 class HeldOut:
-    def __init__(self, run: RunParts, learner: Learner) -> None:
+    def __init__(self, run: RunParts, learner: Learner, cast: Casts = no_opponents) -> None:
+        self._cast = cast
         self._run, self._learner, self._config, self._setup = run, learner, run.config, run.setup
         self._best = BestWeights(run)
         self.sets = [problems for problems in (run.setup.heldout, *run.setup.eval_sets) if problems.prompts]
@@ -53,4 +54,5 @@ class HeldOut:
             self._setup.tokenizer.decode,
             limits=SessionLimits.of(self._config, played=meshes.environments is not None),
             attempts=DRIVER_ATTEMPTS,
+            cast=self._cast,
         ).play_for_evaluation

@@ -8,6 +8,7 @@ Each is one collective over a mesh, or several at the same time.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan_rl.batch.experience import Estimate, samples_of, with_advantages
@@ -20,6 +21,7 @@ from titan_rl.record.config_history import cuts
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.rollout.judges import by_model
+from titan_rl.rollout.player import no_opponents
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, grader_rubric, training_rubric
@@ -29,11 +31,12 @@ from titan_rl.train.held_out import HeldOut
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire import parts
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, Judge, PhaseName, Sample
 from titan_rl.wire.user_functions import load
 
-ROLE_MEANS = "role_means"  # in a saved state
+ROLE_MEANS, OPPONENTS = "role_means", "opponents"  # in a saved state
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
 
 
@@ -45,7 +48,11 @@ class Verbs:
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         if runs_code(run.config) and (configure := parts.part("sandbox settings")):
             configure(run.config.sandbox)
-        self.held_out = HeldOut(run, learner)
+        self.opponents = None
+        if run.config.opponents.pool:
+            make = parts.needed_part("opponents", "opponents.pool")
+            self.opponents = make(run.config, run.setup.folder, run.meshes.trainers)
+        self.held_out = HeldOut(run, learner, self.opponents.cast_held_out if self.opponents else no_opponents)
         self._estimate: Estimate | None = None  # a user's, if algorithm.advantage names it
         if (algorithm := run.config.algorithm).own_advantage:
             own = load(algorithm.advantage, "algorithm.advantage")
@@ -67,6 +74,8 @@ class Verbs:
         if start:
             prompts.load_state_dict(dict(state))
             self.role_means.state = state.get(ROLE_MEANS, {})
+        if rl and self.opponents is not None:
+            await self.opponents.begin(start, state.get(OPPONENTS, {}) if start else {})
         version = start if rl else BEFORE_RL
         await self.sync(version)
         await self.prove_engines(version)
@@ -75,7 +84,17 @@ class Verbs:
     @property
     def state(self) -> dict[str, Any]:
         """The part of a saved state that `begin` continues with, besides the stream's cut."""
-        return {ROLE_MEANS: means} if (means := self.role_means.state) else {}
+        found: dict[str, Any] = {ROLE_MEANS: means} if (means := self.role_means.state) else {}
+        return found | ({OPPONENTS: self.opponents.state} if self.opponents is not None else {})
+
+    async def keep(self, step: int) -> None:
+        """Keep the policy that `step` made as a later opponent, if it is due."""
+        if self.opponents is not None:
+            await self.opponents.keep(step)
+
+    def with_opponents(self, stats: StepStats) -> StepStats:
+        """Return a step's report with the metrics of opponents."""
+        return stats if self.opponents is None else replace(stats, metrics=stats.metrics | self.opponents.metrics)
 
     async def prove_engines(self, version: int) -> None:
         """Raise unless the engines give the trainers' log-probs, after the first sync of this attempt."""
@@ -102,6 +121,8 @@ class Verbs:
         samples = await self.learner.judge(samples_of(trained, algorithm), trained)
         weights = training_rubric(self.config.task).weights
         found = with_advantages(trained, samples, algorithm, weights, estimate or self._estimate, self.role_means)
+        if self.opponents is not None:
+            self.opponents.learned_from(groups)
         return with_seats(groups, *found), found[1]
 
     async def sync(self, version: int) -> None:
@@ -167,6 +188,7 @@ class Verbs:
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),
             warn=warn,
             keeps=self.keeps,
+            cast=self.opponents.cast if self.opponents else no_opponents,
             grade=grader and self.setup.judges.judge(grader),
             modelled=self.meshes.reward_model is not None,
         )

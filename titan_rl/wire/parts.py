@@ -39,6 +39,7 @@ PARTS = {
     "openings of environments": "ext.agents.openings:openings",
     "notes of publications": "ext.broadcast.rosters:Rosters",
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
+    "opponents": "ext.opponents.opponents:Opponents",
     "parameters of adapters": "ext.adapters.live_adapters:live_adapters",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",

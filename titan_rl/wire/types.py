@@ -100,6 +100,7 @@ class Request:
     affinity: tuple[str, ...] = ()  # rollout and group with the same beginning of the context, for routing
     slot: int = 0  # number of the policy whose adapters answer
     adapter: str = ""  # folder of an adapter in PEFT's layout, if the engines read any; empty: none
+    version: int | None = None  # of `adapter`; None: its tokens have the slot's version
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,10 @@ class Completion:
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
+
+
+NEWEST = 2**62
+"""Newer than every version."""
 
 
 def shortened(text: str, most: int = 100) -> str:
@@ -149,6 +154,19 @@ class Judgement:
 Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Judgement]]]
 """Returns a reward or verdict for each rollout of a group. An exception means that the whole group has no rewards,
 unless it is a RunError: a mesh has failed, which ends or heals the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opponent:
+    """Plays a seat of an episode in place of the policy."""
+
+    name: str
+    adapter: str  # its folder
+    version: int  # the step that made it, 0 if this run did not
+
+
+Cast = Mapping[str, Opponent]
+"""Who plays in place of the policy, by seat."""
 
 
 class Generates(Protocol):
@@ -225,6 +243,7 @@ class Rollout:
     seats: Mapping[str, float | None] = field(default_factory=dict)
     """The reward of each player of an episode of several; None: its tokens are not trained on. `reward` is the mean."""
     trained: Mapping[str, str] = field(default_factory=dict)  # digest of each player's tokens that were trained on
+    opponents: Mapping[str, str] = field(default_factory=dict)  # who plays in place of the policy, by seat
 
     @property
     def signal(self) -> float:
@@ -254,6 +273,14 @@ class Rollout:
     def versions(self) -> list[int]:
         """Policy versions, of the sampled tokens only."""
         return self.completion.versions
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """Versions of the tokens that the policy sampled, without its opponents'."""
+        if not self.opponents:
+            return self.versions
+        own = [turn for branch in self.branches if branch.seat not in self.opponents for turn in branch.turns]
+        return [version for turn in own for version in turn.completion.versions]
 
     @property
     def sampled(self) -> int:
@@ -309,8 +336,8 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest policy that sampled any of these tokens."""
-        return min(extremes(r.versions)[0] for r in self.rollouts if r.sampled)
+        """The oldest version of the policy that sampled any of these tokens; NEWEST if opponents sampled all."""
+        return min((extremes(own)[0] for r in self.rollouts if (own := r.policy_versions)), default=NEWEST)
 
     @property
     def rewards(self) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.config.sections import Config, FaultSection, LaunchSection, SandboxSection
+from titan_rl.config.sections import Config, FaultSection, LaunchSection, OpponentsSection, SandboxSection
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.preflight.load import Invocation
 from titan_rl.tasks.games import GAMES
@@ -62,6 +62,10 @@ def adapts(config: Config) -> bool:
     return lora.on or bool(lora.targets) or lora.sync == "adapter"
 
 
+def opposes(config: Config) -> bool:
+    return config.opponents != OpponentsSection()
+
+
 def distills(config: Config) -> bool:
     """Return True if there is a teacher, or a key of one that has no effect."""
     a = config.algorithm
@@ -82,6 +86,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
     ("losses of reward models", "algorithm.name", lambda config: config.algorithm.kind == "reward"),
+    ("opponents", "opponents.pool", opposes),
     ("quantized rows", "generator.quantization", lambda config: config.generator.quantization != "none"),
     ("relays of hosts", "weight_sync.relay", lambda config: config.weight_sync.relay is True),
     ("reward processes", "task.reward_workers", calls_functions),
@@ -106,7 +111,7 @@ CHECKS: Sequence[tuple[str, Needs]] = (
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 
-MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts),)
+MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts), ("ext.opponents.checks", opposes))
 """The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""
 
 

@@ -208,6 +208,9 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         if turn.get("seat", "") != answered.seat:
             player = turn.get("seat") or "none"
             yield f"turn {turn['turn']} is of player {player}, in the ledger of {answered.seat or 'none'}"
+        elif rollout.get("opponents", {}).get(answered.seat, "") != answered.opponent:
+            player = rollout.get("opponents", {}).get(answered.seat, "the policy")
+            yield f"turn {turn['turn']} was played by {player}, in the ledger by {answered.opponent or 'the policy'}"
         at, sampled_before = end, sampled_before + turn["sampled"]
     if at != len(tokens):
         yield f"its turns have {at} of {len(tokens)} tokens"
@@ -219,6 +222,7 @@ def _player_problems(rollout: Mapping[str, Any], turns: Sequence[Mapping[str, An
     """Compare the digests of the tokens that were trained on with the sampled tokens of the players that have a
     reward."""
     seats, logprobs, trained = rollout["seats"], rollout.get("logprobs"), rollout.get("trained")
+    opponents = rollout.get("opponents", {})
     rewards = [*seats.values()] if isinstance(seats, dict) else [...]
     rewarded = all(reward is None or is_number(reward) for reward in rewards)
     if not (rewarded and isinstance(logprobs, list) and isinstance(trained, dict)):
@@ -231,7 +235,9 @@ def _player_problems(rollout: Mapping[str, Any], turns: Sequence[Mapping[str, An
         own[turn.get("seat", "")] += [rollout["tokens"][i] for i in sampled if is_number(logprobs[i])]
     nothing = tokens_digest(())
     for seat, digest_of_seat in trained.items():
-        if seats.get(seat) is None and digest_of_seat != nothing:
+        if seat in opponents and digest_of_seat != nothing:
+            yield f"it was trained on tokens of {seat}, whom {opponents[seat]} plays"
+        elif seats.get(seat) is None and digest_of_seat != nothing:
             yield f"it was trained on tokens of {seat}, which has no reward"
         elif digest_of_seat not in (nothing, tokens_digest([own[seat]])):
             yield f"it was trained on tokens that {seat} did not sample"

@@ -37,5 +37,6 @@ OPTIONAL = fields(
     statuses=list_of(lambda value: value in get_args(Status)),
     own_loop=lambda value: value is True,
     seat=is_text,
+    opponent=is_text,
     changed=lambda value: isinstance(value, dict) and all(map(list_of(is_text), value.values())),
 )

@@ -40,6 +40,7 @@ class RecordedTurn(NamedTuple):
     tokens: int
     digest: int
     seat: str = ""  # the player
+    opponent: str = ""  # who plays it in place of the policy
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class PromptHistory:
     admissions: int
     start: Start = field(default_factory=Start)  # whose bounds count
     admitted: int = 0  # the last step when it was admitted
-    versions: Sequence[int] = ()  # the oldest and the newest that sampled one of its tokens
+    versions: Sequence[int] = ()  # the policy's oldest and newest that sampled one of its tokens
     tokens: Sequence[int] | None = None  # per sample; None: it is not sampled
     digests: Sequence[int] = ()  # per sample
     turns: dict[tuple[int, int], dict[int, RecordedTurn]] = field(default_factory=dict)  # by sample and attempt
@@ -229,13 +230,17 @@ class LedgerHistory:
 
     def _turn(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         turns = prompt.turns.setdefault((event["sample"], event["attempt"]), {})
-        turns[event["turn"]] = RecordedTurn(event["read"], event["tokens"], event["digest"], event.get("seat", ""))
+        turns[event["turn"]] = RecordedTurn(
+            event["read"], event["tokens"], event["digest"], event.get("seat", ""), event.get("opponent", "")
+        )
 
     def _sampled(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         id, versions, tokens = event["prompt"], event["versions"], event["tokens"]
         if prompt.tokens is not None:
             self._report(f"prompt {id} is sampled twice")
-        if len(versions) != 2 * any(tokens):
+        turns = [turn for each in prompt.turns.values() for turn in each.values()]
+        opponents_only = bool(turns) and all(turn.opponent for turn in turns)
+        if len(versions) != 2 * (any(tokens) and not opponents_only):
             self._report(f"prompt {id} has samples of {tokens} tokens from versions {versions}")
         elif versions and max(versions) > self.last:
             self._report(f"prompt {id} was sampled from version {max(versions)} after step {self.last}")

@@ -72,7 +72,8 @@ def spread(group: Sequence[RunSample]) -> float:
 def _reward(sample: RunSample) -> float:
     """Return the reward by which samples are compared: of several players the first one's that is trained, because
     their mean is 0 where one wins what the other loses."""
-    trained = [reward for reward in sample.seats.values() if reward is not None]
+    own = {seat: reward for seat, reward in sample.seats.items() if seat not in sample.opponents}
+    trained = [reward for reward in own.values() if reward is not None]
     return (trained[0] if trained else sample.reward) or 0.0
 
 
@@ -167,7 +168,8 @@ def sample_lines(
     for message in conversation(sample):
         role = str(message.get("role"))
         named = message.get("name") and (role in OTHERS or sample.seats)
-        name = f" {message['name']}" if named else ""
+        opponent = sample.opponents.get(message.get("name", ""))
+        name = f" {message['name']}{f' ({opponent})' if opponent else ''}" if named else ""
         text = text_of(message)
         yield Text(printed(role + name), {**ROLES, **OTHERS}.get(role, "cyan") + " bold")
         folded = 0
@@ -218,7 +220,7 @@ def _judged(sample: RunSample) -> Text:
     if sample.rewards:
         line.append(printed(f" ({', '.join(f'{name} {number(value)}' for name, value in sample.rewards.items())})"))
     if sample.seats:
-        shown = (f"{seat} {'frozen' if r is None else number(r)}" for seat, r in sample.seats.items())
+        shown = (f"{name} {'frozen' if r is None else number(r)}" for name, r in sample.players.items())
         line.append(printed(f" · {', '.join(shown)}"))
     if sample.penalty:
         line.append(f" · penalty {number(sample.penalty)}")
@@ -295,6 +297,7 @@ def as_data(sample: RunSample, *, tokens: bool = False) -> dict[str, Any]:
         "reward": sample.reward,
         "rewards": sample.rewards,
         **({"seats": sample.seats} if sample.seats else {}),
+        **({"opponents": sample.opponents} if sample.opponents else {}),
         "penalty": sample.penalty,
         "advantage": sample.advantage,
         "tokens": sample.sampled,

@@ -23,7 +23,7 @@ STEP = re.compile(rb'\{"kind": ?"\w+", ?"step": ?(\d+), ?(?:"prompt_id": ?(\d+))
 NUMBERS = frozenset((int, float, type(None)))
 OPTIONAL: Mapping[str, type] = {
     **dict.fromkeys(("turns", "messages"), list),
-    **dict.fromkeys(("rewards", "metrics", "seats"), dict),
+    **dict.fromkeys(("rewards", "metrics", "seats", "opponents"), dict),
     **dict.fromkeys(("status", "error", "where"), str),
     "attempts": int,
 }
@@ -62,6 +62,7 @@ class RunSample:
     where: str = ""  # the row of its data, if it is known
     opening: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, if they are known
     seats: Mapping[str, float | None] = field(default_factory=dict)  # reward of each player; None: not trained on
+    opponents: Mapping[str, str] = field(default_factory=dict)  # who plays in place of the policy, by seat
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> "RunSample":
@@ -122,9 +123,19 @@ class RunSample:
         return self.finish != "stop" or self.status in ("max_tokens", "context_overflow")
 
     @property
+    def players(self) -> dict[str, float | None]:
+        """The rewards of an episode's players, by seat and opponent."""
+        names = {seat: f"{seat} ({name})" for seat, name in self.opponents.items()}
+        return {names.get(seat, seat): reward for seat, reward in self.seats.items()}
+
+    @property
     def age(self) -> int:
-        """Optimizer steps between the sampling of its oldest token and its training; 0 is on-policy."""
-        return max(0, self.step - 1 - min(self.versions)) if self.versions else 0
+        """Optimizer steps between the policy's sampling of its oldest token and its training; 0 is on-policy."""
+        versions = [*self.versions]
+        if self.opponents:
+            by_token = (turn.get("seat") for turn in self.turns for _ in range(turn["sampled"]))
+            versions = [v for v, seat in zip(versions, by_token, strict=False) if seat not in self.opponents]
+        return max(0, self.step - 1 - min(versions)) if versions else 0
 
 
 def opening_of(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> Sequence[Any]:

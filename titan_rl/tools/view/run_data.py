@@ -332,7 +332,7 @@ def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> 
         "reward": _short(sample.reward),
         "penalty": _short(sample.penalty),
         "advantage": _short(sample.advantage),
-        "rewards": {name: _short(value) for name, value in {**sample.rewards, **sample.seats}.items()},
+        "rewards": {name: _short(value) for name, value in {**sample.rewards, **sample.players}.items()},
         "finish": sample.finish,
         "status": sample.status,
         "cut_off": sample.truncated,

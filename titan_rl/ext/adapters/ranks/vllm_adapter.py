@@ -6,16 +6,22 @@
 
 They are in their slots from the start, as zeros, and are never loaded: a weight sync writes a slot in place and
 verifies it, as any parameter. Every request names its slot, so that requests of several policies share a step.
+
+Opponents' adapters are in folders, which requests name. vLLM reads one into a further slot when it is first used, and
+keeps the last used ones. A folder whose name ends with a digest is read only if its file has it.
 """
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.vllm.engine_adapters import EngineAdapters
 from titan_rl.actors.vllm.vllm_params import in_slot
 from titan_rl.config.sections import LoraSection
-from titan_rl.ext.adapters.layers import adapted, adapted_weights, in_block
+from titan_rl.ext.adapters.layers import PEFT_WEIGHTS, adapted, adapted_weights, in_block
 from titan_rl.ext.adapters.ranks.cpu_adapters import apply_adapters
 from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.types import Request
@@ -23,17 +29,24 @@ from titan_rl.wire.types import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_READ = 32
+"""Opponents' adapters that stay in host memory. Requests for others read again."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotAdapters(EngineAdapters):
     lora: LoraSection
     shape: ModelShape
+    opponents: int = 0  # that one batch may have
+    _numbers: dict[str, int] = field(default_factory=dict, compare=False)  # vLLM's, by folder
 
     def engine_args(self, args: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
         if on_cpu:
             apply_adapters()
         layers = modules(self.lora, self.shape, args)
-        sizes = {"max_loras": self.slots, "max_lora_rank": self.lora.rank}
+        most = self.slots + self.opponents
+        sizes = {"max_loras": most, "max_cpu_loras": most + MOST_READ * bool(self.opponents)}
+        sizes["max_lora_rank"] = self.lora.rank
         return {"enable_lora": True, "lora_target_modules": layers, **sizes}
 
     def request(self, request: Request) -> Any:
@@ -41,13 +54,19 @@ class SlotAdapters(EngineAdapters):
         names apart; it wants a path, which is never opened."""
         from vllm.lora.request import LoRARequest
 
+        if folder := request.adapter:
+            if folder not in self._numbers:
+                check_digest(Path(folder))
+                self._numbers[folder] = self.slots + len(self._numbers) + 1
+            number = self._numbers[folder]
+            return LoRARequest(f"opponent {number}", number, folder)
         return LoRARequest(f"slot {request.slot}", request.slot + 1, "in memory")
 
     def begin(self, llm: Any) -> None:
-        llm.apply_model(put_zeros)
+        llm.apply_model(partial(put_zeros, slots=self.slots))
 
     def check(self, llm: Any) -> None:
-        llm.apply_model(check_slots)
+        llm.apply_model(partial(check_slots, slots=self.slots))
 
     def tensors(self, model: Any, slot: int) -> "dict[str, Tensor]":
         tensors = dict[str, "Tensor"]()
@@ -72,18 +91,29 @@ def modules(lora: LoraSection, shape: ModelShape, args: Mapping[str, Any]) -> li
     return sorted({in_block(name).rpartition(".")[2] for name in names})
 
 
-def put_zeros(model: Any) -> None:
-    """Put adapters of zeros into the slots, and make vLLM set up its tables of requests again. For a new engine, and
-    for one whose memory was freed."""
+def check_digest(folder: Path) -> None:
+    """Raise ValueError unless the folder's adapter has the digest that ends its name, if it has one."""
+    weights, digest = folder / PEFT_WEIGHTS, folder.name.partition(".")[2]
+    try:
+        found = hashlib.sha256(weights.read_bytes()).hexdigest()
+    except OSError as error:  # vLLM would fail in a step, and with it all requests
+        raise ValueError(f"expected an adapter in {folder}, found none: {error.strerror}") from error
+    if not found.startswith(digest):
+        raise ValueError(f"{weights}: expected the SHA-256 {digest}..., found {found[: len(digest)]}")
+
+
+def put_zeros(model: Any, slots: int) -> None:
+    """Put adapters of zeros into the policies' slots, and make vLLM set up its tables of requests again. For a new
+    engine, and for one whose memory was freed."""
     manager = model.lora_manager
     manager.remove_all_adapters()
-    for id in range(1, manager.lora_slots + 1):
+    for id in range(1, slots + 1):
         manager.add_adapter(manager.create_dummy_lora(id, manager.lora_config.max_lora_rank, {}))
-        manager.activate_adapter(id)
+        manager.pin_adapter(id)  # activates it, and an opponent's never takes its slot
 
 
-def check_slots(model: Any) -> None:
+def check_slots(model: Any, slots: int) -> None:
     """Raise unless requests compute with the slots that syncs of their policies write."""
-    manager = model.lora_manager
-    if (ids := [*manager.lora_index_to_id]) != [*range(1, manager.lora_slots + 1)]:
-        raise RuntimeError(f"expected adapters 1 to {manager.lora_slots} in vLLM's slots, in order, found {ids}")
+    ids = [*model.lora_manager.lora_index_to_id][:slots]
+    if ids != [*range(1, slots + 1)]:
+        raise RuntimeError(f"expected adapters 1 to {slots} in vLLM's slots, in order, found {ids}")
