@@ -134,6 +134,11 @@ class Config:
         return self.generator.replicas + (self.environment.processes if self.rollout_code else 0)
 
     @property
+    def opponent_slots(self) -> int:
+        """The most adapters of opponents that engines need at the same time."""
+        return self.opponents.most_at_once(self.rollout.max_staleness_steps + 1)
+
+    @property
     def longest_rollout(self) -> int:
         """Return the most tokens of a rollout. A packed row has a place for each token but the last, and holds both
         rollouts of a pair."""

@@ -199,11 +199,11 @@ class OpponentsSection:
     held_out: str = ""
     """The entry of the pool that takes a seat in the held-out episodes. Empty: the policy plays all seats."""
 
-    @property
-    def slots(self) -> int:
-        """Adapters of opponents that one batch of an engine may use at the same time."""
-        number = len(self.pool) + ("history" in self.pool) * (self.history - 1)
-        return min(number, 8)
+    def most_at_once(self, steps: int) -> int:
+        """Return the most opponents of groups that began within `steps` steps: all for whom the pool stands, and all
+        for whom its entries stood before, which change with the kept adapters."""
+        now = len(self.pool) + ("history" in self.pool) * (self.history - 1)
+        return now + (len(self.pool) * (1 + -(-steps // self.interval)) if steps > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

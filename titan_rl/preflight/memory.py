@@ -228,7 +228,7 @@ def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Est
     kept = {
         "weights": engine_weights(config, shape),
         **(
-            {"adapter slots": adapter_slots(config, shape, slots + config.opponents.slots)}
+            {"adapter slots": adapter_slots(config, shape, slots + config.opponent_slots)}
             if config.lora.in_vllm
             else {}
         ),

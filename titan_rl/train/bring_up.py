@@ -278,7 +278,7 @@ async def _generators(
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         records=() if loaded else config.recorded_columns,
-        adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies)), config.opponents.slots),
+        adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies)), config.opponent_slots),
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):

@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "column kept": {"rollout": {"top_p": 0.9}},
     "column routes": {"algorithm": {"routing_replay": True}},
     "losses of reward models": {"algorithm": {"name": "reward_model"}},
+    "opponents.pool": {"opponents": {"pool": ["start"]}},
     "quantized rows": {"generator": {"quantization": "int8"}},
     "relays of hosts": {"weight_sync": {"relay": True}},
     "reward processes": {"task": {"reward": "a_module:score"}},

@@ -30,6 +30,7 @@ START, BEST, HISTORY, AGO = "start", "best", "history", "steps-ago"
 OWN = (START, BEST, HISTORY)
 DIGITS = 12  # of the digest in a folder's name
 EVEN = 0.5  # the share of games that the policy is taken to win against an opponent that it has not met
+LEAST = 0.02  # the weight of an opponent that always loses, beside 1 of one that always wins
 MEMORY = 0.1  # weight of the newest group in the share of won games
 FIRST_RATING = 1000.0
 RATING_STEP = 16.0  # Elo's K, of a group's mean result
@@ -127,10 +128,10 @@ class Opponents:
         return found
 
     def _weight(self, name: str) -> float:
-        """Return how often an opponent is met, relative to others. One that always loses is still met sometimes."""
+        """Return how often an opponent is met, relative to others."""
         if self._config.weighting == "even":
             return 1.0
-        return max((1 - self._won.get(name, EVEN)) ** 2, 1e-3)
+        return max((1 - self._won.get(name, EVEN)) ** 2, LEAST)
 
     def _entry(self, entry: str) -> list[Opponent]:
         """Return those for whom an entry of the pool stands now."""

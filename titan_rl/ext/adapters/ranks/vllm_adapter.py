@@ -37,7 +37,7 @@ MOST_READ = 32
 class SlotAdapters(EngineAdapters):
     lora: LoraSection
     shape: ModelShape
-    opponents: int = 0  # that one batch may have
+    opponents: int = 0  # the most whose requests are open at the same time
     _numbers: dict[str, int] = field(default_factory=dict, compare=False)  # vLLM's, by folder
 
     def engine_args(self, args: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
