@@ -7,8 +7,9 @@ Failures of a driver are data: the rollout's status. Only a failure of a mesh (R
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from titan_rl.batch.seats import mean_reward
 from titan_rl.record.ledger import Ledger
@@ -19,7 +20,19 @@ from titan_rl.wire.seeds import derive, turn_seed
 from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome
 from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Branch, Cast, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.types import (
+    Branch,
+    Cast,
+    Completion,
+    Decode,
+    Generates,
+    Opponent,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Turn,
+)
 
 MAX_ERROR_CHARACTERS = 200
 
@@ -56,6 +69,21 @@ class Play:
         return derive(self.seed, "greedy" if self.greedy else "environment", self.prompt.id, self.sample) % 2**31
 
 
+class Played(NamedTuple):
+    """An episode that has ended."""
+
+    name: str
+    branches: list[Branch]
+    outcome: Outcome
+    attempts: int
+
+
+Guests = Mapping[str, "tuple[Player, Play]"]
+"""The players of an episode and their settings, by seat. Other seats are the host's."""
+Shares = Callable[["Player", Play], Awaitable[Rollout]]
+"""Plays an episode together with other policies."""
+
+
 DRIVER_ATTEMPTS = 2
 """Attempts at a rollout whose environment process dies and whose turns cannot be replayed."""
 
@@ -72,12 +100,14 @@ class Player:
         ledger: Ledger | None = None,
         warn: Callable[[str], None] = lambda message: None,
         cast: Casts = no_opponents,
+        shares: Shares | None = None,
     ) -> None:
         """Without a `driver`, a rollout is one answer to its prompt. `attempts` of a driver whose process is lost; then
-        the rollout's status is "lost". `cast` chooses the opponents in an evaluation."""
+        the rollout's status is "lost". `cast` chooses the opponents in an evaluation. `shares`: episodes are
+        played together with other policies."""
         self._driver, self._generators, self._decode = driver, generators, decode
         self._limits, self._attempts, self._ledger, self._warn = limits, attempts, ledger, warn
-        self._cast = cast
+        self._cast, self._shares = cast, shares
         self._warned: set[str] = set()  # subjects of the warnings so far, each of which is shown once
 
     async def play_for_evaluation(
@@ -107,20 +137,27 @@ class Player:
         return Rollout([Branch([Turn(prompt.tokens, completion)])], self._decode(completion.tokens), math.nan)
 
     async def play(self, play: Play) -> Rollout:
-        """Play a rollout. A driver whose process is lost begins again with a new session and the same seeds."""
+        """Play a rollout, together with other policies if it is shared."""
         if self._driver is None:
             return await self._answer(play)
-        attempt, session = 1, self._open(play, 1)
+        if self._shares is not None:
+            return await self._shares(self, play)
+        return self.rollout_of(await self.play_with(play, {}), play.cast)
+
+    async def play_with(self, play: Play, guests: Guests) -> Played:
+        """Play an episode. A driver whose process is lost begins again with a new session and the same seeds."""
+        assert self._driver is not None
+        attempt, session = 1, self._open(play, 1, guests)
         try:
             async with deadline(self._limits.seconds):
                 while (outcome := await self._drive(self._driver, session, last=attempt >= self._attempts)) is None:
                     attempt += 1
-                    session = self._open(play, attempt)
+                    session = self._open(play, attempt, guests)
         except TimeoutError:
             outcome = Outcome("timeout", error=f"the rollout took longer than {self._limits.seconds:g} s")
         finally:
             session.end()
-        return self._rollout(session.id, session.branches(outcome.turn_rewards), outcome, attempt, play.cast)
+        return Played(session.id, session.branches(outcome.turn_rewards), outcome, attempt)
 
     async def _answer(self, play: Play) -> Rollout:
         """Sample the single turn of a rollout."""
@@ -129,7 +166,7 @@ class Player:
         try:
             (completion,) = await self._generators.generate(request)
         except RequestRefused as error:
-            return self._rollout(play.id, [], Outcome("error", error=_named(error)), 1, {})
+            return self.rollout_of(Played(play.id, [], Outcome("error", error=_named(error)), 1), {})
         return self.answered(play.prompt, completion)
 
     async def _drive(self, driver: Driver, session: RolloutSession, *, last: bool) -> Outcome | None:
@@ -149,44 +186,55 @@ class Player:
         finally:
             session.end()
 
-    def _open(self, play: Play, attempt: int) -> RolloutSession:
+    def _open(self, play: Play, attempt: int, guests: Guests) -> RolloutSession:
         name = play.id if attempt == 1 else f"{play.id}.{attempt}"
-        seed, limit = play.own_seed, play.sampling.max_new_tokens
-        affinity = (name, play.group) if play.group else (name,)
 
         async def ask(turn: int, tokens: list[int], max_tokens: int, seat: str) -> Completion:
-            sampling = play.sampling if max_tokens >= limit else replace(play.sampling, max_new_tokens=max_tokens)
-            request = Request(
-                f"{name}:{turn}",
-                tokens,
-                [play.turn_seed(turn)],
-                sampling,
-                expected=min(play.expected, sampling.max_new_tokens),
-                affinity=affinity,
-            )
-            if (opponent := play.cast.get(seat)) is not None:
-                request = replace(request, adapter=opponent.adapter, version=opponent.version)
-            began = span.now()
-            try:
-                (completion,) = await self._generators.generate(request)
-            finally:
-                span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn)
-            return completion
+            player, own = guests.get(seat, (self, play))
+            return await player._sample(own, name, turn, tokens, max_tokens, None if guests else play.cast.get(seat))
 
         def answered(turn: int, seat: str, read: tuple[int, int], completion: Completion) -> None:
-            if self._ledger is not None and not play.greedy:
-                opponent = play.cast[seat].name if seat in play.cast else ""
-                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat, opponent)
+            for player, own in [*guests.values()] or [(self, play)]:
+                if player._ledger is not None and not play.greedy:
+                    opponent = own.cast[seat].name if seat in own.cast else ""
+                    player._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat, opponent)
 
         begins = None if "branch" in self._warned else self._warn_of_branch
-        return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)
+        settings = {"limits": self._limits, "answered": answered, "begins": begins}
+        return RolloutSession(name, play.prompt, play.own_seed, ask, **settings)
+
+    async def _sample(
+        self, play: Play, name: str, turn: int, tokens: list[int], max_tokens: int, opponent: Opponent | None
+    ) -> Completion:
+        """Sample a turn of the session `name`, by an opponent if that is not the policy."""
+        sampling = play.sampling
+        if max_tokens < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=max_tokens)
+        request = Request(
+            f"{name}:{turn}",
+            tokens,
+            [play.turn_seed(turn)],
+            sampling,
+            expected=min(play.expected, sampling.max_new_tokens),
+            affinity=(name, play.group) if play.group else (name,),
+        )
+        if opponent is not None:
+            request = replace(request, adapter=opponent.adapter, version=opponent.version)
+        began = span.now()
+        try:
+            (completion,) = await self._generators.generate(request)
+        finally:
+            span.since(began, "turn", lane="rollouts", id=play.own_seed, prompt=play.prompt.id, turn=turn)
+        return completion
 
     def _warn_of_branch(self, message: str) -> None:
         if "branch" not in self._warned:
             self._warned.add("branch")
             self._warn(f"{message}. The metric branches/mean counts them")
 
-    def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int, cast: Cast) -> Rollout:
+    def rollout_of(self, played: Played, cast: Cast) -> Rollout:
+        """Return an episode as the policy sees it, whose opponents are `cast`."""
+        name, branches, outcome, attempts = played
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
         if any(branch.seat for branch in branches) and not outcome.seats and outcome.status not in FAILED:
             outcome = Outcome("error", error="expected a reward of each player, found none")

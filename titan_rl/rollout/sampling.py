@@ -10,7 +10,7 @@ from typing import Self
 from titan_rl.batch.advantages import shorter_is_better, soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import DRIVER_ATTEMPTS, Casts, Play, Player, no_opponents
+from titan_rl.rollout.player import DRIVER_ATTEMPTS, Casts, Play, Player, Shares, no_opponents
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.judging import REWARD_ATTEMPTS
 from titan_rl.tasks.rubric import GRADER
@@ -108,6 +108,7 @@ class StreamSettings:
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     cast: Casts = no_opponents
+    shares: Shares | None = None  # with other policies
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward an environment or a reward model gave
     keeps: Callable[[Group], bool] | None = None  # the user's filter
     modelled: bool = False  # the judge is a reward model, which has no grader
@@ -133,6 +134,7 @@ class GroupSampler:
             attempts=settings.driver_attempts,
             ledger=ledger,
             warn=settings.warn,
+            shares=settings.shares,
         )
         self._id_suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""
         self._mean_length = 0.0  # tokens of recent turns: the length that routing expects next

@@ -55,4 +55,5 @@ class HeldOut:
             limits=SessionLimits.of(self._config, played=meshes.environments is not None),
             attempts=DRIVER_ATTEMPTS,
             cast=self._cast,
+            shares=self._run.shares,
         ).play_for_evaluation

@@ -8,6 +8,7 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.terminal import Terminal
+from titan_rl.rollout.player import Shares
 from titan_rl.train.bring_up import Meshes
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.snapshots import Snapshots
@@ -31,6 +32,7 @@ class RunParts:
     snapshots: Snapshots
     report: Report
     regrowth: Regrowth
+    shares: Shares | None = None  # plays episodes together with other policies
 
     @property
     def config(self) -> Config:

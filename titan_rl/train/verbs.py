@@ -189,6 +189,7 @@ class Verbs:
             warn=warn,
             keeps=self.keeps,
             cast=self.opponents.cast if self.opponents else no_opponents,
+            shares=self.run.shares,
             grade=grader and self.setup.judges.judge(grader),
             modelled=self.meshes.reward_model is not None,
         )

@@ -9,6 +9,9 @@ from titan_rl.preflight.load import Invocation
 from titan_rl.preflight.refusal import problem
 
 SEVERAL = "of a run with [policies]"
+TOGETHER = "environment.seats has their names: they play together"
+EQUAL = ("task", "curriculum", "rollout", "eval")
+"""Sections that must be the same for policies that play together: they meet in the same episodes."""
 
 
 def judged_policies(
@@ -30,6 +33,29 @@ def check_policies(policies: Mapping[str, Config]) -> Iterator[str]:
     seeds = {config.debug.seed for config in configs}
     if len(seeds) > 1 and not configs[0].model.hf_assets_path:
         yield "debug.seed: expected one of all policies, which draws their base, without model.hf_assets_path"
+    if configs[0].environment.seats:
+        yield from _check_players(policies)
+
+
+def _check_players(policies: Mapping[str, Config]) -> Iterator[str]:
+    """Check policies that play together, each the seat of its name."""
+    configs = list(policies.values())
+    e = configs[0].environment
+    if set(e.seats) - set(e.frozen_seats) != set(policies):
+        yield problem(configs[0], "environment.seats", f"the policies {', '.join(policies)}, and frozen ones")
+    keys = [key for key in EQUAL if any(getattr(config, key) != getattr(configs[0], key) for config in configs)]
+    keys += ["training.steps"] * (len({config.training.steps for config in configs}) > 1)
+    keys += ["debug.seed"] * (len({config.debug.seed for config in configs}) > 1)
+    for key in keys:
+        yield f"{key}: expected the same for all policies, which play together, found others"
+    for name, config in policies.items():
+        for key, right in {
+            "algorithm.dynamic_sampling": not config.algorithm.dynamic_sampling,
+            "task.filter": not config.task.filter,
+            "opponents.pool": not config.opponents.pool,
+        }.items():
+            if not right:
+                yield f"[{POLICIES}.{name}] " + problem(config, key, "none of policies that play together")
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -40,8 +66,11 @@ def _problems(config: Config) -> Iterator[str]:
         "algorithm.name": (f"an algorithm {SEVERAL} that samples, without a critic or a teacher", _samples(config)),
         "cold_start.steps": (f"0 {SEVERAL}", config.cold_start.steps == 0),
         "task.reward": (f"no reward model {SEVERAL}", config.task.reward != "model"),
-        "task.agent": (f'"" {SEVERAL}', not config.task.agent),
-        "environment.name": (f'"" {SEVERAL}', not config.environment.name),
+        "task.agent": (f'"" {SEVERAL}, unless {TOGETHER}', bool(config.environment.seats) or not config.task.agent),
+        "environment.name": (
+            f'"" {SEVERAL}, unless {TOGETHER}',
+            bool(config.environment.seats) or not config.environment.name,
+        ),
         "reference.mesh": (
             f'"trainer" {SEVERAL}',
             mesh == "trainer",

@@ -10,11 +10,13 @@ command resumes each policy from its last checkpoint.
 import asyncio
 import os
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan_rl.config.sections import BYTES
 from titan_rl.controller import Controller
+from titan_rl.ext.policies.table import Table
 from titan_rl.meshes.faults import Watch
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
@@ -23,6 +25,7 @@ from titan_rl.record.run_folder import folder_lost, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.sinks import timeline, tracking
 from titan_rl.record.terminal import Terminal
+from titan_rl.rollout.player import Shares
 from titan_rl.train.bring_up import Launch, Meshes, launch, shutdown
 from titan_rl.train.learner import Learner
 from titan_rl.train.regrowth import Regrowth
@@ -75,6 +78,7 @@ async def connected(
     """Plan and connect the weight sync of every policy; the first one's moves the frozen weights, too. Return what
     drives each policy."""
     work, syncs = dict[str, Coroutine[Any, Any, None]](), list[WeightSync]()
+    table = Table([*setup.policies], setup.config.rollout.timeout_seconds) if setup.config.environment.seats else None
     with terminal.phase("weights: plan, stage, connect"):
         for slot, (name, own) in enumerate(setup.policies.items()):
             bound, printed, clock = meshes.of(name, slot), terminal.of(name), Clock()
@@ -82,7 +86,8 @@ async def connected(
             syncs.append(weights := WeightSync(bound.trainers, bound.generators, clock, printed.warn, [*syncs]))
             plan = await weights.connect(own.config, own.shape)
             printed.note(f"{plan.describe(BYTES[own.config.generator.dtype])}, by {weights.transports}")
-            work[name] = drive(own, printed, clock, bound, weights, watch, incidents, stops)
+            shares = table and partial(table.play, name)
+            work[name] = drive(own, printed, clock, bound, weights, watch, incidents, stops, shares)
     return work
 
 
@@ -95,8 +100,9 @@ async def drive(
     watch: Watch,
     incidents: Incidents,
     stops: Stops,
+    shares: Shares | None,
 ) -> None:
-    """Train and export one policy, over meshes that are bound to it."""
+    """Train and export one policy, over meshes that are bound to it. It `shares` its episodes with the others."""
     config, folder, resume, task = setup.config, setup.folder, setup.resume, asyncio.current_task()
     assert task is not None
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds, stops=stops)
@@ -112,7 +118,9 @@ async def drive(
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,
         ):
             snapshots = Snapshots()  # takes none
-            run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth)
+            run = RunParts(
+                setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth, shares
+            )
             report.ready(resume.rl or 0, setup.task.bad_rows)
             await Controller(run, Verbs(run, Learner(run)), resume).drive()
             stop.end()
