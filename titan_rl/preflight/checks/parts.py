@@ -111,7 +111,7 @@ CHECKS: Sequence[tuple[str, Needs]] = (
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 
-MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts), ("ext.opponents.checks", opposes))
+MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts), ("ext.opponents.pool_checks", opposes))
 """The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""
 
 
