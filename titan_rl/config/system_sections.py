@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Quantization, Switch, Table, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Quantization, Switch, Table, Tables, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +163,9 @@ class EnvironmentSection:
     (docs/environments.md). An agent's requests name one as their model. Empty: one player."""
     frozen_seats: list[str] = field(default_factory=list)
     """Those of the seats whose tokens are never trained on."""
+    endpoints: Tables = field(default_factory=dict, hash=False)
+    """Seats that a model behind an OpenAI-compatible URL plays, such as a simulated user or a judge: by seat a table
+    with url, model, api_key_env, temperature, max_tokens and seed (docs/environments.md)."""
     max_turns: int = bounds(8, ge=1, le=10**6)
     """Maximum turns of a rollout, or of each of its players. One that reaches it ends with the reward that it has
     earned so far."""

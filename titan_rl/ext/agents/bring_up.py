@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from titan_rl.ext.agents.endpoint_seats import endpoints_of
 from titan_rl.ext.agents.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.ext.agents.environment_rank import EnvironmentSettings
 from titan_rl.ext.agents.episode_loop import LoopSettings
@@ -38,8 +39,16 @@ async def environments_of(
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
     agent, context = bool(setup.config.task.agent), setup.config.longest_rollout
-    seats = Seats(tuple(e.seats), frozenset(e.frozen_seats))
-    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args, context, seats)
+    loop = LoopSettings(
+        setup.config.rollout_code,
+        e.concurrency,
+        limits,
+        agent,
+        e.python,
+        e.args,
+        context,
+        seats=Seats(tuple(e.seats), frozenset([*e.frozen_seats, *e.endpoints]), tuple(endpoints_of(e))),
+    )
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds

@@ -9,6 +9,7 @@ from functools import partial
 from titan_rl.batch.seats import MOST_SEATS
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
+from titan_rl.ext.agents.endpoint_seats import endpoint_problems, endpoints_of, unreached
 from titan_rl.ext.agents.games import GAMES
 from titan_rl.ext.agents.openenv import sessions_open
 from titan_rl.ext.agents.openings import first_prompt, openings
@@ -31,8 +32,11 @@ def problems(config: Config) -> Iterator[str]:
     if task.agent:
         yield from _check_agent(config)
     if not config.rollout_code:
+        empty = "because environment.name and task.agent are empty"
         if e.seats:
-            yield wrong("environment.seats", "[], because environment.name and task.agent are empty")
+            yield wrong("environment.seats", f"[], {empty}")
+        if e.endpoints:
+            yield _endpoints(config, f"none, {empty}")
         if task.name in GAMES:
             yield wrong("environment.name", f'"{task.name}" for task.name = "{task.name}"')
         return
@@ -69,10 +73,13 @@ def _check_seats(config: Config) -> Iterator[str]:
         yield wrong("environment.seats", f"at most {MOST_SEATS} names, each once")
     if not set(e.frozen_seats) <= set(e.seats):
         yield wrong("environment.frozen_seats", f"some of environment.seats = {as_toml(e.seats)}")
+    if e.endpoints:
+        yield from _check_endpoints(config)
     if not e.seats:
         return
-    if set(e.seats) == set(e.frozen_seats):
-        yield wrong("environment.frozen_seats", "not all of environment.seats, because one has to learn")
+    if not set(e.seats) - set(e.frozen_seats) - set(e.endpoints):
+        expected = "not all of environment.seats, because one has to learn"
+        yield _endpoints(config, expected) if e.endpoints else wrong("environment.frozen_seats", expected)
     if e.name in GAMES or e.name.partition(":")[0] in ONE_PLAYER:
         yield wrong("environment.seats", f"[], because {e.name} has one player")
     one = "because environment.seats has several players"
@@ -81,6 +88,27 @@ def _check_seats(config: Config) -> Iterator[str]:
         yield wrong(f"algorithm.{key}", f"{as_toml(fixed[key])}, {one}")
     if a.advantage in ("greedy", "per_reward", "teacher"):
         yield wrong("algorithm.advantage", f"another than {as_toml(a.advantage)}, {one}, each with one reward")
+
+
+def _check_endpoints(config: Config) -> Iterator[str]:
+    """Check the seats that endpoints play, and ask each of these."""
+    e = config.environment
+    if config.task.agent:
+        yield _endpoints(config, "none with task.agent, because an agent asks any server itself")
+    elif not set(e.endpoints) <= set(e.seats):
+        yield _endpoints(config, f"some of environment.seats = {as_toml(e.seats)}")
+    elif found := list(endpoint_problems(e)):
+        yield from found
+    elif config.hosts.isolation != "off":
+        why = "because the run's own network does not reach environment.endpoints"
+        yield problem(config, "hosts.isolation", f'"off", {why}')
+    else:
+        yield from asyncio.run(unreached(endpoints_of(e), e.turn_seconds))
+
+
+def _endpoints(config: Config, expected: str) -> str:
+    """Return the line that refuses the seats of the endpoints, whose tables may hold a secret."""
+    return f"environment.endpoints: expected {expected}, found {as_toml([*config.environment.endpoints])}"
 
 
 def _check_openings(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.ext.agents.agent_session import AgentSession
 from titan_rl.ext.agents.conversation import Renderer
+from titan_rl.ext.agents.endpoint_seats import EndpointPolicy
 from titan_rl.ext.agents.environment_calls import load_agent, load_user_environment
 from titan_rl.ext.agents.episode_news import PROMPT, Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits
@@ -133,6 +134,7 @@ class EpisodeLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="user code", daemon=True)
         self._thread.start()
+        self._servers = {each.seat: each.server() for each in settings.seats.endpoints}
         self._external: ExternalPython | None = None
         self._endpoint: OpenAIEndpoint | None = None
         try:
@@ -242,6 +244,8 @@ class EpisodeLoop:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
         if self._endpoint is not None:
             await self._endpoint.close()
+        for server in self._servers.values():
+            await server.close()
         if self._external is not None:
             await self._external.close()
             if pending := [task for task in rollouts if not task.done()]:  # they waited for environment.python
@@ -352,14 +356,25 @@ class EpisodeLoop:
         """Play an episode of several players."""
         settings, prompt, seats = self._settings, begin.prompt, self._settings.seats
         messages: list[Message] = [*prompt.messages]
-        policies = {
-            seat: Policy(
+
+        def note(seat: str) -> Callable[[Message], None]:
+            return lambda message: messages.append({**message, "name": seat})
+
+        asked = {
+            each.seat: EndpointPolicy(
+                each,
+                self._servers[each.seat],
                 prompt,
-                self._renderer,
                 self._limits,
-                partial(asking.ask, seat=seat),
-                lambda message, seat=seat: messages.append({**message, "name": seat}),
+                begin.seed,
+                bounded,
+                note(each.seat),
             )
+            for each in seats.endpoints
+        }
+        policies = {
+            seat: asked.get(seat)
+            or Policy(prompt, self._renderer, self._limits, partial(asking.ask, seat=seat), note(seat))
             for seat in seats.names
         }
         if self._external is None and not isinstance(self._make, type) and asynchronous(self._make):
@@ -368,6 +383,9 @@ class EpisodeLoop:
             result, status = await play_in_turn(
                 self._make, settings.name, policies, prompt, begin.seed, bounded, settings.args
             )
+        for policy in asked.values():  # the user's code may have caught it
+            if policy.failure is not None:
+                raise policy.failure
         moved = [seat for seat, policy in policies.items() if policy.turns]
         return outcome_of_players(result, status, moved, seats, messages, settings.name)
 

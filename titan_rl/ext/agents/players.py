@@ -8,7 +8,8 @@
     class Game:                                                 players that move in turn
         def to_move(self): ...                                  whose turn it is; the others as in episodes.py
 
-All seats are played by the policy that is trained. environment.frozen_seats are played, but not trained on.
+The policy that is trained plays all seats that environment.endpoints does not list (endpoint_seats.py). The ones in
+environment.frozen_seats are played, but not trained on.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_rl.batch.seats import mean_reward
+from titan_rl.ext.agents.endpoint_seats import EndpointPolicy, SeatEndpoint
 from titan_rl.ext.agents.environment_calls import make_environment, offered_by, reset_environment, tools_of
 from titan_rl.ext.agents.episodes import EpisodeOver, Step, finite
 from titan_rl.ext.agents.play import Bounded, Policy, Score, answer_to
@@ -30,7 +32,8 @@ from titan_rl.wire.types import Prompt
 @dataclass(frozen=True, slots=True)
 class Seats:
     names: tuple[str, ...] = ()  # empty: an episode of one player, without a name
-    frozen: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()  # and all of endpoints
+    endpoints: tuple[SeatEndpoint, ...] = ()
 
 
 def outcome_of_players(
@@ -69,7 +72,7 @@ def outcome_of_players(
 async def play_in_turn(
     make: Callable[..., Any],
     name: str,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Policy | EndpointPolicy],
     prompt: Prompt,
     seed: int,
     bounded: Bounded,
@@ -97,8 +100,9 @@ async def play_in_turn(
             seat = _seat(await bounded(call_user(environment.to_move)), seats, f"{name}.to_move")
             reply = await policies[seat].observe(step.observation, tools.schemas)
             step = await bounded(answer_to(environment, tools, reply, name))
-            turns.append(step.reward or 0.0)
-            rewards[seat] += turns[-1]
+            rewards[seat] += step.reward or 0.0
+            if isinstance(policies[seat], Policy):
+                turns.append(step.reward or 0.0)
             for key, value in step.info.items():
                 if key != "seats" and isinstance(value, int | float):
                     metrics[key] += finite(value, f"info {key}")

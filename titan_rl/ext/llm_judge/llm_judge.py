@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from titan_rl.tasks.chat_server import ChatServer
 from titan_rl.tasks.rewards import Answered, last_number_of
 from titan_rl.wire.types import Prompt
 
@@ -45,7 +46,6 @@ Answers, as a JSON list of {count} strings:
 Give each answer a number from 0 (worst) to {scale} (best). Better answers get higher numbers, and answers of the same
 worth the same number. Explain briefly, then end with a JSON list of {count} numbers, in the order of the answers."""
 JSON_LIST = re.compile(r"\[[^\[\]]*\]")
-MOST_SHOWN = 200  # characters of a reply
 
 
 class Client:
@@ -70,41 +70,23 @@ class Client:
             raise ValueError("task.reward_args: expected judge_scale and judge_tokens of at least 1")
         if f"{{{shows}}}" not in self._prompt:
             raise ValueError(f"task.reward_args: expected {{{shows}}} in judge_prompt, found none")
-        self._session: Any = None
+        self._server = ChatServer("judge", self._url, self._model, os.environ.get(self._variable, ""))
 
     async def ask(self, prompt: Prompt, read: Callable[[str], Any], expected: str, **fields: str) -> Any:
         """Return the value that `read` finds in the reply. None is an error, which names the value `expected`."""
-        import aiohttp
-
-        key = os.environ.get(self._variable, "")
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
         asked = self._prompt
         fields = {"prompt": prompt.text, "reference": prompt.answer, "scale": str(self.scale), **fields}
         for name, text in fields.items():
             asked = asked.replace(f"{{{name}}}", text.replace("{", "{\0"))  # no text can name a later field
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": asked.replace("{\0", "{")}],
-            "temperature": 0,
-            "max_tokens": self._tokens,
-        }
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            async with self._session.post(f"{self._url}/chat/completions", json=body, headers=headers) as reply:
-                body_text = await reply.text()
-                status = reply.status
-        except aiohttp.ClientError as error:
-            raise ConnectionError(f"the judge at {self._url} did not answer: {type(error).__name__}") from None
-        if status != 200:
-            raise ConnectionError(f"the judge at {self._url} answered {status}: {_without(key, body_text)}")
+        messages = [{"role": "user", "content": asked.replace("{\0", "{")}]
+        body_text = await self._server.ask(messages, temperature=0, max_tokens=self._tokens)
         try:
             text = json.loads(body_text)["choices"][0]["message"]["content"]
             value = read(text)
         except (ValueError, LookupError, TypeError, AttributeError):
             value, text = None, body_text
         if value is None:
-            raise ValueError(f"expected the judge to reply with {expected}, found {_without(key, str(text))!r}")
+            raise ValueError(f"expected the judge to reply with {expected}, found {self._server.shown(str(text))!r}")
         return value
 
 
@@ -146,8 +128,3 @@ class GroupJudge:
         values = await self._client.ask(prompt, read, expected, count=str(len(texts)), answers=shown)
         by_text = dict(zip(texts, values, strict=True))
         return [by_text[answer.text] for answer in answers]
-
-
-def _without(key: str, text: str) -> str:
-    """Return the beginning of a text that may hold the key, without the key."""
-    return (text.replace(key, "***") if key else text)[:MOST_SHOWN]

@@ -315,6 +315,8 @@ def environments(config: Config) -> MeshRow:
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
     if e.python:
         holds += f", in {e.python}"
+    if e.endpoints:
+        holds += "; " + ", ".join(f"{seat} by {table.get('url')}" for seat, table in e.endpoints.items())
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)

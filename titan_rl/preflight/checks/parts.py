@@ -22,7 +22,8 @@ def tracks(config: Config) -> bool:
 
 
 def plays(config: Config) -> bool:
-    return bool(config.rollout_code or config.environment.seats) or config.task.name in GAMES
+    e = config.environment
+    return bool(config.rollout_code or e.seats or e.endpoints) or config.task.name in GAMES
 
 
 def shares_rows(config: Config) -> bool:

@@ -1,0 +1,198 @@
+"""Seats of an episode that a model behind an OpenAI-compatible URL plays: a simulated user, a judge, an opponent.
+
+    policies["user"].observe ──> EndpointPolicy: its conversation as messages ──> POST URL/chat/completions
+
+Its turns are none of the policy's: they have no tokens, and nothing is trained on them. One that is not answered in
+environment.turn_seconds, or after RETRIES, ends the rollout without a reward, even if the user's code catches the error.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_rl.config.system_sections import EnvironmentSection
+from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
+from titan_rl.ext.agents.adapters import Conversation
+from titan_rl.ext.agents.episodes import EpisodeOver, Limits, Observation, Reply, messages_from
+from titan_rl.ext.agents.tools import Schema, ToolCall
+from titan_rl.tasks.chat_server import ChatServer, Unanswered
+from titan_rl.text.template import Message
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Prompt
+
+RETRIES = (0.5, 2.0)  # seconds before each
+URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,79}")
+KEYS = {
+    "url": Key(type=str, default="", doc=""),
+    "model": Key(type=str, default="", doc=""),
+    "api_key_env": Key(type=str, default="", doc=""),
+    "temperature": Key(type=float, default=1.0, doc="", ge=0, le=2),
+    "max_tokens": Key(type=int, default=512, doc="", ge=1, le=2**20),
+    "seed": Key(type=bool, default=True, doc=""),
+}
+"""Keys of a table [environment.endpoints.SEAT]."""
+SENT = ("temperature", "max_tokens")
+"""Keys that a request has if the table has them: some servers refuse either."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatEndpoint:
+    seat: str
+    url: str
+    model: str
+    key: str = field(default="", repr=False)
+    seeded: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self, seed: int) -> dict[str, Any]:
+        """Return the settings of a request."""
+        return {**self.settings, **({"seed": seed} if self.seeded else {})}
+
+    def server(self) -> ChatServer:
+        return ChatServer(self.seat, self.url, self.model, self.key, requests=0)  # environment.concurrency bounds them
+
+
+def endpoints_of(e: EnvironmentSection) -> list[SeatEndpoint]:
+    """Return the endpoints of checked tables, with their keys from this process's environment."""
+    return [
+        SeatEndpoint(
+            seat,
+            str(table["url"]).rstrip("/"),
+            str(table["model"]),
+            os.environ.get(str(table.get("api_key_env", "")), ""),
+            bool(table.get("seed", True)),
+            {name: table[name] for name in SENT if name in table},
+        )
+        for seat, table in e.endpoints.items()
+    ]
+
+
+def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
+    """Yield the problems of the tables by themselves. A text that may be a secret is not shown."""
+    for seat, table in e.endpoints.items():
+        label = f"environment.endpoints.{seat}"
+        for name, value in table.items():
+            if (known := KEYS.get(name)) is None:
+                yield f"{label}: there is no key {as_toml(name)}{did_you_mean(name, KEYS)}; it has {', '.join(KEYS)}"
+            elif not known.accepts(as_float(value) if type(value) is int and known.type is float else value):
+                yield f"{label}.{name}: expected {known.expected}, found {as_toml(value)}"
+        url, variable = str(table.get("url", "")), str(table.get("api_key_env", ""))
+        if not URL.fullmatch(url):
+            yield f"{label}.url: expected a URL such as http://HOST/v1, without a user or a query, found another text"
+        if not table.get("model"):
+            yield f"{label}.model: expected the name of a model at the URL, found none"
+        if variable and not os.environ.get(variable):
+            shown = variable if VARIABLE.fullmatch(variable) else "another text"
+            yield f"{label}.api_key_env: expected the name of a variable in the environment, found {shown}"
+
+
+async def unreached(endpoints: Sequence[SeatEndpoint], seconds: float) -> list[str]:
+    """Ask each endpoint as an episode would. Return a problem for each that does not answer."""
+
+    async def each(endpoint: SeatEndpoint) -> str:
+        server = endpoint.server()
+        try:
+            async with asyncio.timeout(seconds):
+                reply_of(await asked(server, [{"role": "user", "content": "Hello."}], endpoint.request(0)), server)
+        except (OSError, ValueError) as error:  # a late answer is an OSError, too
+            found = str(error) or f"{server.name} had not answered within {seconds:g} s"
+            return f"environment.endpoints.{endpoint.seat}: expected a model that answers, found {found}"
+        finally:
+            await server.close()
+        return ""
+
+    return [found for found in await asyncio.gather(*map(each, endpoints)) if found]
+
+
+class EndpointPolicy:
+    """A player as the user's code sees it, like Policy."""
+
+    def __init__(
+        self,
+        endpoint: SeatEndpoint,
+        server: ChatServer,
+        prompt: Prompt,
+        limits: Limits,
+        seed: int,
+        bounded: Callable[[Awaitable[Any]], Awaitable[Any]],
+        note: Callable[[Message], None],
+    ) -> None:
+        """`bounded` runs a call within its deadline; `note` is called with each message after the prompt."""
+        self._endpoint, self._server, self._limits, self._seed = endpoint, server, limits, seed
+        self._bounded, self._note = bounded, note
+        self._tools: Sequence[Schema] = ()
+        self.turns = 0
+        self.messages: list[Message] = [*prompt.messages] or messages_from(prompt.text)
+        self.failure: Exception | None = None
+
+    async def observe(self, observation: Observation = None, tools: Sequence[Schema] = ()) -> Reply:
+        """Let the model read the observation, and return its reply. `tools` are offered in the first turn."""
+        if self.turns >= self._limits.max_turns:
+            raise EpisodeOver("max_turns")
+        self._tools = self._tools if self.turns else tools
+        if isinstance(observation, Conversation):
+            self.messages = []
+        said = messages_from(observation)
+        request = self._endpoint.request(derive(self._seed, "endpoint", self._endpoint.seat, self.turns) % 2**31)
+        if self._tools:
+            request["tools"] = list(self._tools)
+        try:
+            text = await self._bounded(asked(self._server, [*self.messages, *said], request))
+            reply = reply_of(text, self._server)
+        except Exception as error:
+            self.failure = error
+            raise
+        self.turns += 1
+        for message in (*said, reply.message):
+            self.messages.append(message)
+            self._note(message)
+        return reply
+
+
+async def asked(server: ChatServer, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+    """Return the body of a reply, at the first attempt or a later one."""
+    try:
+        for seconds in RETRIES:
+            try:
+                return await server.ask(messages, **settings)
+            except Unanswered as error:
+                if not error.passing:
+                    raise
+            await asyncio.sleep(seconds)
+        return await server.ask(messages, **settings)
+    except asyncio.CancelledError as error:
+        error.add_note(f"{server.name} had not answered")
+        raise
+
+
+def reply_of(body: str, server: ChatServer) -> Reply:
+    """Return the turn in a reply. Raise ValueError if there is none."""
+    try:
+        choice = json.loads(body)["choices"][0]
+        content, calls = choice["message"].get("content") or "", choice["message"].get("tool_calls") or []
+        named = [(str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]) for call in calls]
+        if not isinstance(content, str):
+            raise TypeError
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{server.name}: expected a chat completion, found {server.shown(body)!r}") from None
+    finish, message = "length" if choice.get("finish_reason") == "length" else "stop", {"role": "assistant"}
+    try:
+        found = [ToolCall(name, arguments_in(text), id) for id, name, text in named]
+    except ValueError as error:  # without the calls, which nothing answers
+        return Reply(content, (), finish, (), str(error), {**message, "content": content})
+    return Reply(
+        content, (), finish, found, "", {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+    )
+
+
+def arguments_in(text: Any) -> dict[str, Any]:
+    """Return the arguments of a call. Raise ValueError if they are no JSON object."""
+    arguments = json.loads(text or "{}") if isinstance(text, str | None) else text
+    if not isinstance(arguments, dict):
+        raise ValueError(f"expected an object of arguments, found {as_toml(arguments)[:80]}")
+    return arguments
