@@ -3,7 +3,7 @@
     policies["user"].observe ──> EndpointPolicy: its conversation as messages ──> POST URL/chat/completions
 
 Its turns are none of the policy's: they have no tokens, and nothing is trained on them. One that is not answered in
-environment.turn_seconds, or after RETRIES, ends the rollout without a reward, even if the user's code catches the error.
+environment.turn_seconds, or after RETRIES, ends the rollout without a reward, also where the user's code catches that.
 """
 
 import asyncio

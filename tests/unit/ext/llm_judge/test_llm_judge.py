@@ -1,6 +1,5 @@
 """A model as judge, against a server of this process."""
 
-import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from support.chat_endpoint import answering
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.tasks.verifiers import VERIFIERS
@@ -27,38 +27,11 @@ def judged(
 ) -> tuple[list[Judgement], list[dict[str, Any]]]:
     """Have answers judged by a server whose reply is made from the request."""
     monkeypatch.setenv("MY_JUDGE", KEY)
-    seen, over = list[dict[str, Any]](), asyncio.Event()
-
-    async def post(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        seen.append({"body": body, "key": request.headers.get("Authorization")})
-        found = reply(body)
-        if isinstance(found, web.StreamResponse):
-            return found
-        if found is None:
-            await over.wait()
-        return web.json_response({"choices": [{"message": {"role": "assistant", "content": found}}]})
-
-    async def body() -> list[Judgement]:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", post)
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        arguments = {"judge_url": f"http://127.0.0.1:{port}/v1/", "judge_model": "m", "judge_key": "MY_JUDGE"} | more
+    with answering(reply) as (url, seen):
+        arguments = {"judge_url": f"{url}/", "judge_model": "m", "judge_key": "MY_JUDGE"} | more
         scorer = Scorer(Rubric(((name, 1.0),), arguments=tuple(arguments.items())))
         prompt, answers = Prompt(0, "the question {answer}", [], "the reference"), [Answered(text) for text in texts]
-        try:
-            return await asyncio.to_thread(
-                lambda: [v for _, v in scorer.verdicts(prompt, answers, range(len(texts)), seconds=seconds)]
-            )
-        finally:
-            over.set()
-            await runner.cleanup()
-
-    return asyncio.run(body()), seen
+        return [v for _, v in scorer.verdicts(prompt, answers, range(len(texts)), seconds=seconds)], seen
 
 
 def test_a_judge_is_asked_about_each_answer_and_its_number_is_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:

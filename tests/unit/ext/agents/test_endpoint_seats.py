@@ -1,0 +1,269 @@
+"""Seats that an endpoint plays: a server of this process, in episodes of this process."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from support.chat_endpoint import answering
+from support.played import LIMITS, playing, prompt_of
+from titan_rl.ext.agents import endpoint_seats, shop, shop_user
+from titan_rl.ext.agents.adapters import Conversation
+from titan_rl.ext.agents.endpoint_seats import SeatEndpoint
+from titan_rl.ext.agents.play import Policy
+from titan_rl.ext.agents.players import Seats
+
+HERE = "unit.ext.agents.test_endpoint_seats"
+KEY = "sk-very-secret-8"
+SLOW = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=1.0, rollout_seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_seats, "RETRIES", (0.01, 0.01))
+
+
+def seats(url: str, *by_endpoint: str, agent: str = "agent", **settings: Any) -> Seats:
+    endpoints = tuple(SeatEndpoint(seat, url, "m", KEY, settings=settings) for seat in by_endpoint)
+    return Seats((agent, *by_endpoint), frozenset(by_endpoint), endpoints)
+
+
+async def helped(policies: Mapping[str, Policy], row: Mapping[str, Any]) -> dict[str, Any]:
+    for _ in range(2):
+        wish = await policies["user"].observe("what?")
+        answer = await policies["agent"].observe(wish.text)
+    verdict = await policies["judge"].observe(Conversation([{"role": "user", "content": f"grade {answer.text}"}]))
+    return {"seats": {"agent": float(verdict.text)}}
+
+
+async def careless(policies: Mapping[str, Policy], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Take any failure for a reward."""
+    await policies["agent"].observe("go")
+    try:
+        for _ in range(row.get("turns", 1)):
+            await policies["user"].observe(f"plan {row.get('plan', '')}")
+    except Exception:
+        return {"seats": {"agent": -1.0}}
+    return {"seats": {"agent": 1.0}}
+
+
+class Turns:
+    """An agent and a user move in turn. Each step is worth its number."""
+
+    def reset(self) -> str:
+        self.moved = 0
+        return "begin"
+
+    def to_move(self) -> str:
+        return ("user", "agent")[self.moved % 2]
+
+    def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        self.moved += 1
+        return f"{reply.text}!", float(self.moved), self.moved == 4, {}
+
+
+def test_an_endpoint_reads_its_own_conversation_and_takes_no_turn_of_the_policy(tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> str:
+        return "0.5" if body["messages"][0]["content"].startswith("grade") else f"wish {len(body['messages'])}"
+
+    outcomes, requests = [], []
+    for _ in range(2):
+        with answering(reply) as (url, seen):
+            asked = seats(url, "user", "judge", temperature=0.5, max_tokens=9)
+            with playing(f"{HERE}:helped", tmp_path, seats=asked) as played:
+                outcomes += played.play([prompt_of("hi")], lambda id, turn: "xy"[turn])
+                assert list(played.seats[0]) == ["agent", "agent"]
+        assert {request["key"] for request in seen} == {f"Bearer {KEY}"}
+        requests.append([request["body"] for request in seen])
+    outcome, again = outcomes
+    assert outcome.seats == again.seats == {"user": None, "judge": None, "agent": 0.5}
+    assert [(m["name"], m["content"]) for m in outcome.messages] == [
+        ("user", "what?"),
+        ("user", "wish 2"),
+        ("agent", "wish 2"),
+        ("agent", "x"),
+        ("user", "what?"),
+        ("user", "wish 4"),
+        ("agent", "wish 4"),
+        ("agent", "y"),
+        ("judge", "grade y"),
+        ("judge", "0.5"),
+    ]
+    assert [m["content"] for m in requests[0][1]["messages"]] == ["hi", "what?", "wish 2", "what?"]
+    assert all((r["model"], r["temperature"], r["max_tokens"]) == ("m", 0.5, 9) for r in requests[0])
+    seeds = [request["seed"] for request in requests[0]]
+    assert (len(set(seeds)), seeds) == (3, [request["seed"] for request in requests[1]])
+
+
+@pytest.mark.parametrize("python", ["", sys.executable], ids=["here", "elsewhere"])
+def test_an_endpoint_moves_in_turn_and_its_steps_reward_no_turn_of_the_policy(tmp_path: Path, python: str) -> None:
+    with answering(lambda body: "u") as (url, seen):
+        with playing(f"{HERE}:Turns", tmp_path, seats=seats(url, "user"), python=python) as played:
+            (outcome,) = played.play([prompt_of("")], lambda id, turn: "a")
+        assert [request["body"]["messages"][-1]["content"] for request in seen] == ["begin", "a!"]
+    assert dict(outcome.seats) == {"user": None, "agent": 2.0 + 4.0}
+    assert list(outcome.turn_rewards) == [2.0, 4.0]
+
+
+def test_calls_of_an_endpoint_are_answered_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        assert [tool["function"]["name"] for tool in body["tools"]] == ["double"]
+        turn = sum(message["role"] == "assistant" for message in body["messages"])
+        if turn == 2:
+            return {"content": body["messages"][2]["content"]}
+        call = {"name": "double", "arguments": ("[1]", '{"n": 4}')[turn]}
+        return {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
+
+    with answering(reply) as (url, seen), playing(f"{HERE}:Doubles", tmp_path, seats=seats(url, "user")) as played:
+        (outcome,) = played.play([prompt_of("")], lambda id, turn: "a")
+    assert (outcome.status, outcome.seats["agent"]) == ("completed", 1.0)
+    (_, bad, first_error), (*_, answered) = (request["body"]["messages"] for request in seen[1:])
+    assert "tool_calls" not in bad, "a server refuses a call without a result"
+    assert first_error["content"] == "error: expected an object of arguments, found [1]"
+    assert (answered["tool_call_id"], answered["content"]) == ("c1", "8")
+
+
+class Doubles:
+    """The user calls a tool until it replies; then the agent moves, and the episode ends."""
+
+    def __init__(self) -> None:
+        self.tools, self.replied = [self.double], False
+
+    def double(self, n: int) -> int:
+        """Double a number."""
+        return 2 * n
+
+    def reset(self) -> str:
+        return "double"
+
+    def to_move(self) -> str:
+        return "agent" if self.replied else "user"
+
+    def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        done, self.replied = self.replied, True
+        return "", float(done), done, {}
+
+
+def status(code: int, text: str = "") -> Callable[[dict[str, Any]], Any]:
+    return lambda body: web.Response(status=code, text=text)
+
+
+@pytest.mark.parametrize(
+    ("reply", "attempts", "ended", "error"),
+    [
+        (status(503), 3, "error", "the user at http://127.0.0.1:"),
+        (status(401, f"bad key {KEY}"), 1, "error", "answered 401: bad key ***"),
+        (status(200, "<html>"), 1, "error", "expected a chat completion, found '<html>'"),
+        (lambda body: {"content": [1]}, 1, "error", "expected a chat completion, found"),
+        (
+            lambda body: web.Response(status=307, headers={"Location": "http://127.0.0.1:9/"}),
+            1,
+            "error",
+            "answered 307",
+        ),
+        (lambda body: None, 1, "timeout", "turn_seconds: the user at http://127.0.0.1:"),
+    ],
+    ids=["unavailable", "refused", "no JSON", "no text", "redirected", "silent"],
+)
+def test_an_endpoint_that_fails_ends_the_rollout_even_if_the_users_code_goes_ahead(
+    tmp_path: Path, reply: Callable[[dict[str, Any]], Any], attempts: int, ended: str, error: str
+) -> None:
+    with (
+        answering(reply) as (url, seen),
+        playing(f"{HERE}:careless", tmp_path, SLOW, seats=seats(url, "user")) as played,
+    ):
+        (outcome,) = played.play([prompt_of("")], lambda id, turn: "a")
+    assert (outcome.status, outcome.reward, len(seen)) == (ended, None, attempts)
+    assert error in outcome.error
+    assert KEY not in outcome.error
+
+
+def test_only_the_rollouts_fail_whose_endpoint_does(tmp_path: Path) -> None:
+    """Draw turns, and what the endpoint does in each: a failure that passes, one that does not, silence, a reply."""
+    draws, left = random.Random(0), dict[tuple[int, int], list[str]]()
+    rows, expected = list[dict[str, Any]](), list[str]()
+    for plan in range(40):
+        turns, ended = draws.randint(1, 5), "completed"
+        for turn in range(turns):
+            faults = draws.choices(["busy", "dropped", "refused", "silent"], [6, 6, 1, 1], k=draws.choice([0, 0, 1, 3]))
+            left[plan, turn] = faults
+            passing = next((i for i, fault in enumerate(faults) if fault in ("refused", "silent")), len(faults))
+            if ended == "completed" and passing < min(3, len(faults)):
+                ended = {"refused": "error", "silent": "timeout"}[faults[passing]]
+            elif ended == "completed" and len(faults) >= 3:
+                ended = "error"
+        rows.append({"plan": plan, "turns": turns})
+        expected.append(ended)
+    assert {"completed", "error", "timeout"} == set(expected)
+
+    def reply(body: dict[str, Any]) -> Any:
+        said = [message["content"] for message in body["messages"] if message["role"] == "user"]
+        faults = left[int(said[0].split()[1]), len(said) - 1]
+        fault = faults.pop(0) if faults else ""
+        codes = {"busy": 429, "refused": 400}
+        return (
+            web.Response(status=codes[fault]) if fault in codes else {"dropped": False, "silent": None}.get(fault, "ok")
+        )
+
+    limits = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=2.0, rollout_seconds=60)
+    with (
+        answering(reply) as (url, _),
+        playing(f"{HERE}:careless", tmp_path, limits, concurrency=40, seats=seats(url, "user")) as played,
+    ):
+        outcomes = played.play([prompt_of("", row) for row in rows], lambda id, turn: "a")
+    assert [outcome.status for outcome in outcomes] == expected
+    assert all(outcome.seats.get("agent") == 1.0 for outcome in outcomes if outcome.status == "completed")
+    assert all(not outcome.seats for outcome in outcomes if outcome.status != "completed")
+
+
+def test_an_endpoint_has_a_limit_of_turns(tmp_path: Path) -> None:
+    with (
+        answering(lambda body: "ok") as (url, seen),
+        playing(
+            f"{HERE}:helped", tmp_path, LIMITS.__class__(1, 0, 20, 60), seats=seats(url, "user", "judge")
+        ) as played,
+    ):
+        (outcome,) = played.play([prompt_of("")], lambda id, turn: "a")
+    assert (outcome.status, dict(outcome.seats)) == ("max_turns", {"agent": 0.0, "user": None, "judge": None})
+    assert len(seen) == 1
+
+
+# -- the shop ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_shops_rows_differ_and_depend_on_the_seed_only() -> None:
+    train, held_out = shop.orders(0, 16)
+    assert (len(train), len(held_out)) == (shop.ROWS - 16, 16)
+    assert shop.orders(0, 16) == (train, held_out) != shop.orders(1, 16)
+    assert len({json.dumps(row) for row in train}) == 3 * shop.ORDERS * len(shop.STREETS)
+
+
+@pytest.mark.parametrize("judge", [False, True])
+def test_an_agent_that_asks_and_acts_serves_every_customer(tmp_path: Path, judge: bool) -> None:
+    """Of the drawn rows, some are served well, some without asking, and some without a word about it."""
+    draws, rows = random.Random(0), shop.orders(0, 16)[0]
+    chosen, manners = draws.sample(rows, 12), draws.choices(["well", "guess", "rude"], k=12)
+
+    def said(id: int, turn: int) -> str:
+        row, manner = chosen[id], manners[id]
+        order = row["order"] if manner != "guess" else (row["order"] + 1) % shop.ORDERS
+        address = f", {row['address']}" if row["wish"] == "move" else ""
+        asking = f"which order{' and address' if address else ''}?"
+        return [asking, f"{row['wish']} {order}{address}", "bye, all done." if manner != "rude" else "well"][
+            min(turn, 2)
+        ]
+
+    players = ["user", *(["judge"] if judge else [])]
+    with (
+        answering(lambda body: shop_user.answer(body["messages"])) as (url, _),
+        playing("titan_rl.ext.agents.shop:play", tmp_path, seats=seats(url, *players)) as played,
+    ):
+        outcomes = played.play([prompt_of("", row) for row in chosen], said)
+    for outcome, manner in zip(outcomes, manners, strict=True):
+        assert outcome.status == ("max_turns" if manner == "rude" else "completed"), outcome
+        assert outcome.seats["agent"] == float(manner == "well")
