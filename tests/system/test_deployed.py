@@ -1,7 +1,6 @@
 """Trained weights without a run: `python -m titan_rl eval` and `python -m titan_rl serve`."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.openai_server import serving
 from support.running import Run, RunFiles
 from titan_rl.config.toml import load
 from titan_rl.tasks.task import load_task
@@ -72,25 +72,8 @@ def test_the_best_weights_are_those_of_the_highest_score(run: RunFiles) -> None:
 @pytest.fixture(scope="module")
 def server(run: RunFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str, str]]:
     """Return a served process as a Run, its URL and its key."""
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "titan_rl", "serve", str(run.folder / "hf")],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "TITAN_RL_TEST_RUN": str(log.parent)},
-        )
-    deadline = time.monotonic() + 200
-    while "OPENAI_API_KEY=" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    said = dict(line.strip().split("=", 1) for line in log.read_text().splitlines() if line.startswith("  OPENAI_"))
-    try:
-        assert said, log.read_text()
-        yield Run(log.parent, process), said["OPENAI_BASE_URL"], said["OPENAI_API_KEY"]
-    finally:
-        process.kill()
-        process.wait()
+    with serving(tmp_path_factory.mktemp("serve"), str(run.folder / "hf")) as served:
+        yield served
 
 
 def ask(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:

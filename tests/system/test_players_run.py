@@ -4,12 +4,15 @@ import json
 import os
 import shutil
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.chat_endpoint import answering
 from support.forging import rollouts
+from support.openai_server import serving
 from support.outputs import losses, sampled
 from support.running import Run, Runs
 from titan_rl.tools.inspect.audit_rules import audit
@@ -93,3 +96,61 @@ def test_players_learn_beside_other_features(runs: Runs, tmp_path: Path, keys: d
     lines = run.lines("rollouts.jsonl")
     assert all(line["seats"]["first"] == -line["seats"]["second"] for line in lines)
     assert json.dumps(lines).count('"name": "second"') > 0
+
+
+def endpoint(url: str) -> dict[str, Any]:
+    """Return the keys of a run whose second player is a model at a URL."""
+    table = f'{{url = "{url}", model = "policy", api_key_env = "SECOND_KEY", max_tokens = 1}}'
+    return {"environment__endpoints": f"{{second = {table}}}", "hosts__isolation": "off"}
+
+
+def test_an_endpoint_plays_beside_adapters_of_16_bits_and_a_lag_and_a_lost_environment(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the weights that were trained are the endpoint of another run."""
+    keys: dict[str, Any] = {
+        **FEW,
+        "lora__rank": 8,
+        "lora__sync": "adapter",
+        "generator__dtype": "bfloat16",
+        "rollout__max_staleness_steps": 1,
+        "environment__lockstep": False,
+    }
+    monkeypatch.setenv("SECOND_KEY", "sk-very-secret-9")
+
+    def reply(body: dict[str, Any]) -> str:
+        return "az"[zlib.crc32(json.dumps(body["messages"]).encode()) % 2]
+
+    with answering(reply) as (url, seen):
+        run = runs.start(tmp_path / "run", "kuhn_llama", **keys, **endpoint(url))
+        run.wait_for_step(1)
+        os.kill(run.workers()["environment0[env=0]"], signal.SIGKILL)
+        out = run.finish()
+        assert run.code == 0, out
+    assert {request["key"] for request in seen} == {"Bearer sk-very-secret-9"}
+    assert {move for _, move in moves(run, "second")} == {"a", "z"}
+    assert alone(run, "first")
+    texts = [out.encode(), *(path.read_bytes() for path in run.folder.rglob("*") if path.is_file())]
+    assert not any(b"sk-very-secret-9" in text for text in texts)
+
+    (tmp_path / "serve").mkdir()
+    with serving(tmp_path / "serve", str(run.folder), "--task.template", "chat") as (_, url, key):
+        monkeypatch.setenv("SECOND_KEY", key)
+        other = runs.finish(tmp_path / "other", "kuhn_llama", **FEW, **endpoint(url))
+    assert alone(other, "first")
+    assert all(len(move) <= 1 for _, move in moves(other, "second"))
+
+
+def moves(run: Run, seat: str) -> list[tuple[str, str]]:
+    """Return the text that a player read before each move, and the move."""
+    told = [[m["content"] for m in line["messages"] if m["name"] == seat] for line in run.lines("rollouts.jsonl")]
+    return [pair for texts in told for pair in zip(texts[::2], texts[1::2], strict=True)]
+
+
+def alone(run: Run, seat: str) -> bool:
+    """Return True if all turns are a player's, and all that it sampled was trained on."""
+    lines = run.lines("rollouts.jsonl")
+    assert audit(run.folder)[0] == []
+    assert all(turn["seat"] == seat for line in lines for turn in line["turns"])
+    assert all(reward is None for line in lines for name, reward in line["seats"].items() if name != seat)
+    return trained_on(run) == tokens_of(run, seat) > 0

@@ -1,12 +1,15 @@
 """A shop's service: an agent with tools over a small database, a simulated customer, and a judge if there is one.
 
-    user "i want to cancel an order."   agent "which order?"   user "order 2."   agent cancel(2)   user "bye."
+    user "i want to cancel an order."   agent "which order?"   user "order 2."   agent cancel(2), "done."   user "bye."
 
-The customer and the judge are seats of environment.endpoints, as titan_rl/ext/agents/shop_user.py plays them by rules.
-The customer tells a fact only if it is asked. The reward is 1 if the database ends as it should; a judge that does not
+The customer and the judge are seats of environment.endpoints; titan_rl/ext/agents/shop_user.py plays them by rules. The
+customer tells a fact only if it is asked. The reward is 1 if the database ends as it should; a judge that does not
 answer "yes" makes it 0. Without a chat template's calls, the agent writes a command: "cancel 2", "move 2, mill road".
+
+    .venv/bin/python -m titan_rl.ext.agents.shop > shop.jsonl      # rows, with demonstrations of which 30% ask
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,14 +23,16 @@ from titan_rl.wire.seeds import derive
 
 ROWS, ORDERS = 2000, 5
 STREETS = ("mill road", "high street", "park lane", "king street")
-WISHES = {"cancel": "cancel an order", "refund": "have an order refunded", "move": "change an order's address"}
+WISHES = {"cancel": "cancel an order", "refund": "have an order refunded", "move": "change the address of an order"}
 BYE = "bye."
+OPENING = "i want to {}."
 CUSTOMER = (
     "you are a customer of a shop. you want to {wish}. facts, which you tell only if you are asked: order {order}. "
     f'address {{address}}. answer in one sentence. when it is done, say "{BYE}"'
 )
 JUDGE = "was the customer served politely, and did the agent name its action? answer yes or no.\n"
 COMMAND = re.compile(r"(look_up|cancel|refund|move) (\d+)(?:, ?(.+))?")
+ASK_SHARE = 0.3  # of the demonstrations: the others guess
 
 
 def orders(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -35,9 +40,30 @@ def orders(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[s
     rows = []
     for n in range(ROWS):
         draw = np.random.default_rng(derive(seed, "shop", n))
-        order, street = int(draw.integers(ORDERS)), str(draw.choice(STREETS))
-        rows.append({"question": "", "answer": "", "wish": [*WISHES][n % 3], "order": order, "address": street})
+        wish, order, street = [*WISHES][n % 3], int(draw.integers(ORDERS)), str(draw.choice(STREETS))
+        row = {"question": OPENING.format(WISHES[wish]), "wish": wish, "order": order, "address": street}
+        asks = draw.random() < ASK_SHARE
+        guessed = {**row, "order": int(draw.integers(ORDERS)), "address": str(draw.choice(STREETS))}
+        shown = demonstration(row if asks else guessed, asks=asks)
+        rows.append({**row, "answer": command(row), "demonstration": shown})
     return rows[eval_size:], rows[:eval_size]
+
+
+def demonstration(row: Mapping[str, Any], *, asks: bool) -> list[dict[str, str]]:
+    """Return a conversation after the customer's first words, in which the agent asks before it acts, or guesses."""
+    moves = row["wish"] == "move"
+    question, facts = (
+        ("which order, which address?", "order {order}, address {address}.")
+        if moves
+        else ("which order?", "order {order}.")
+    )
+    texts = [*([question, facts.format(**row)] if asks else []), command(row), "done", "done."]
+    return [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def command(row: Mapping[str, Any]) -> str:
+    """Return the command that does a row's wish."""
+    return ("move {order}, {address}" if row["wish"] == "move" else "{wish} {order}").format(**row)
 
 
 class Shop:
@@ -80,16 +106,16 @@ async def play(policies: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str,
     goal.move(order, row["address"]) if row["wish"] == "move" else getattr(goal, row["wish"])(order)
     tools = Toolbox([shop.look_up, shop.cancel, shop.refund, shop.move])
     system = CUSTOMER.format(wish=WISHES[row["wish"]], order=order, address=row["address"])
-    greeting = [{"role": "system", "content": system}, {"role": "user", "content": "how can i help you?"}]
-    said = (await policies["user"].observe(Conversation(greeting))).text
-    spoken = [f"customer: {said}"]
+    begun = [{"role": "system", "content": system}, {"role": "assistant", "content": row["question"]}]
+    spoken, said = [f"customer: {row['question']}"], ""  # the agent's prompt is the question
     while said.lower() != BYE:
         reply = await policies["agent"].observe(said, tools.schemas)
         while found := calls_of(reply):
             results = [(call, await tools.call(call)) for call in found]
             named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c, text in results]
             reply = await policies["agent"].observe(named if reply.calls else results[0][1])
-        said = (await policies["user"].observe(reply.text)).text
+        answered = {"role": "user", "content": reply.text}
+        said = (await policies["user"].observe(answered if said else Conversation([*begun, answered]))).text
         spoken += [f"agent: {reply.text}", f"customer: {said}"]
     reward = float(shop.orders == goal.orders)
     if "judge" in policies:
@@ -105,3 +131,7 @@ def calls_of(reply: Reply) -> list[ToolCall]:
         return list(reply.calls)
     address = {"address": found[3]} if found[3] else {}
     return [ToolCall(found[1], {"order": int(found[2]), **address})]
+
+
+if __name__ == "__main__":
+    print("\n".join(map(json.dumps, orders(0, 0)[0])))

@@ -1,6 +1,5 @@
 """Seats that an endpoint plays: a server of this process, in episodes of this process."""
 
-import json
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -34,9 +33,8 @@ def seats(url: str, *by_endpoint: str, agent: str = "agent", **settings: Any) ->
 
 
 async def helped(policies: Mapping[str, Policy], row: Mapping[str, Any]) -> dict[str, Any]:
-    for _ in range(2):
-        wish = await policies["user"].observe("what?")
-        answer = await policies["agent"].observe(wish.text)
+    await policies["agent"].observe((await policies["user"].observe("what?")).text)
+    answer = await policies["agent"].observe((await policies["user"].observe("what?")).text)
     verdict = await policies["judge"].observe(Conversation([{"role": "user", "content": f"grade {answer.text}"}]))
     return {"seats": {"agent": float(verdict.text)}}
 
@@ -210,7 +208,7 @@ def test_only_the_rollouts_fail_whose_endpoint_does(tmp_path: Path) -> None:
             web.Response(status=codes[fault]) if fault in codes else {"dropped": False, "silent": None}.get(fault, "ok")
         )
 
-    limits = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=2.0, rollout_seconds=60)
+    limits = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=4.0, rollout_seconds=60)
     with (
         answering(reply) as (url, _),
         playing(f"{HERE}:careless", tmp_path, limits, concurrency=40, seats=seats(url, "user")) as played,
@@ -240,7 +238,10 @@ def test_the_shops_rows_differ_and_depend_on_the_seed_only() -> None:
     train, held_out = shop.orders(0, 16)
     assert (len(train), len(held_out)) == (shop.ROWS - 16, 16)
     assert shop.orders(0, 16) == (train, held_out) != shop.orders(1, 16)
-    assert len({json.dumps(row) for row in train}) == 3 * shop.ORDERS * len(shop.STREETS)
+    assert len({(row["wish"], row["order"], row["address"]) for row in train}) == 3 * shop.ORDERS * len(shop.STREETS)
+    asking = [row for row in train if "order?" in row["demonstration"][0]["content"]]
+    assert len(asking) / len(train) == pytest.approx(shop.ASK_SHARE, abs=0.03)
+    assert all(str(row["order"]) in row["demonstration"][2]["content"] for row in asking)
 
 
 @pytest.mark.parametrize("judge", [False, True])

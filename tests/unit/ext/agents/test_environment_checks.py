@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from support.chat_endpoint import answering
 from support.checked_configs import config
 from titan_rl.config.sections import Config
+from titan_rl.config.toml import to_toml
+from titan_rl.ext.agents.endpoint_seats import endpoint_problems
 from titan_rl.ext.agents.openings import first_prompt
 from titan_rl.ext.run_plan.describe import environments
 from titan_rl.preflight import probe
@@ -24,6 +28,8 @@ steps = 0
 name = "titan_rl.ext.agents.kuhn:play"
 """
 SEATS = 'seats = ["first", "second"]\n'
+DEAD = '{url = "http://127.0.0.1:9/v1", model = "m"}'
+"""An endpoint without a server."""
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,27 @@ SEATS = 'seats = ["first", "second"]\n'
         ),
         (KUHN + SEATS + '[algorithm]\nadvantage = "role_mean"\nnormalize = "none"', ""),
         (
+            f"[environment]\nendpoints = {{user = {DEAD}}}",
+            'endpoints: expected none, because environment.name and task.agent are empty, found ["user"]',
+        ),
+        (
+            f'[task]\nagent = "os:getcwd"\n[environment]\nseats = ["a", "b"]\nendpoints = {{b = {DEAD}}}',
+            'endpoints: expected none with task.agent, because an agent asks any server itself, found ["b"]',
+        ),
+        (
+            KUHN + SEATS + f"endpoints = {{third = {DEAD}}}",
+            'environment.endpoints: expected some of environment.seats = ["first", "second"], found ["third"]',
+        ),
+        (
+            KUHN + SEATS + f"endpoints = {{second = {DEAD}}}",
+            'hosts.isolation: expected "off", because the run\'s own network does not reach environment.endpoints',
+        ),
+        (
+            KUHN + SEATS + f"endpoints = {{second = {DEAD}}}\n[hosts]\nisolation = 'off'",
+            "environment.endpoints.second: expected a model that answers, found the second at http://127.0.0.1:9/v1 "
+            "did not answer: ClientConnectorError",
+        ),
+        (
             '[environment]\nname = "openenv:http://127.0.0.1:9"\n[hosts]\nisolation = "off"',
             "ConnectionError: expected an OpenEnv server at http://127.0.0.1:9, found URLError",
         ),
@@ -137,6 +164,77 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         return
     (problem,) = found
     assert message in problem
+
+
+SECRET = "sk-secret-9"
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            'url = "127.0.0.1:8000/v1", model = "m"',
+            "url: expected a URL such as http://HOST/v1, without a user or a query",
+        ),
+        ('url = "http://me:SECRET@host/v1", model = "m"', "url: expected a URL such as http://HOST/v1, without a user"),
+        (
+            'url = "http://host/v1?key=SECRET", model = "m"',
+            "url: expected a URL such as http://HOST/v1, without a user",
+        ),
+        ('url = 5, model = "m"', "url: expected a string, found 5"),
+        ('url = "http://host/v1"', "model: expected the name of a model at the URL, found none"),
+        (
+            'url = "http://host/v1", model = "m", api_key = "SECRET"',
+            "there is no key \"api_key\"; did you mean 'api_key_env'?",
+        ),
+        (
+            'url = "http://host/v1", model = "m", api_key_env = "SECRET"',
+            "api_key_env: expected the name of a variable in the environment, found another text",
+        ),
+        (
+            'url = "http://host/v1", model = "m", api_key_env = "NO_SUCH_KEY"',
+            "api_key_env: expected the name of a variable in the environment, found NO_SUCH_KEY",
+        ),
+        (
+            'url = "http://host/v1", model = "m", temperature = 3',
+            "temperature: expected a number >= 0 and <= 2, found 3",
+        ),
+        ('url = "http://host/v1", model = "m", max_tokens = 0', "max_tokens: expected an integer >= 1 and"),
+    ],
+)
+def test_an_endpoint_that_no_run_can_ask(tmp_path: Path, table: str, message: str) -> None:
+    toml = KUHN + SEATS + f"endpoints = {{second = {{{table.replace('SECRET', SECRET)}}}}}"
+    problem, *_ = endpoint_problems(config(tmp_path, toml).environment)
+    assert problem.startswith("environment.endpoints.second")
+    assert message in problem
+    assert SECRET not in problem
+
+
+@pytest.mark.parametrize("code", [200, 404])
+def test_an_endpoint_is_asked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setenv("KUHN_KEY", SECRET)
+    with answering(lambda body: "hello" if code == 200 else web.Response(status=code, text=SECRET)) as (url, seen):
+        table = f'{{url = "{url}/", model = "m", api_key_env = "KUHN_KEY", temperature = 1, seed = false}}'
+        asked = config(tmp_path, KUHN + SEATS + f"endpoints = {{second = {table}}}\n[hosts]\nisolation = 'off'")
+        found = problems(asked)
+        assert environments(asked).holds.endswith(f"; second by {url}/")
+    assert seen[0]["key"] == f"Bearer {SECRET}"
+    assert {name: value for name, value in seen[0]["body"].items() if name != "messages"} == {
+        "model": "m",
+        "temperature": 1,
+    }
+    expected = (
+        f"environment.endpoints.second: expected a model that answers, found the second at {url} answered 404: ***"
+    )
+    assert found == ([] if code == 200 else [expected])
+    assert SECRET not in to_toml(asked)
+
+
+def test_all_seats_by_endpoints_leave_nothing_to_train(tmp_path: Path) -> None:
+    toml = KUHN + SEATS + f"frozen_seats = ['first']\nendpoints = {{second = {DEAD}}}"
+    _, problem = problems(config(tmp_path, toml))
+    expected = "expected not all of environment.seats, because one has to learn"
+    assert problem == f'environment.endpoints: {expected}, found ["second"]'
 
 
 def test_a_server_is_not_in_the_runs_own_network(tmp_path: Path) -> None:
