@@ -32,7 +32,8 @@ CUSTOMER = (
 )
 JUDGE = "was the customer served politely, and did the agent name its action? answer yes or no.\n"
 COMMAND = re.compile(r"(look_up|cancel|refund|move) (\d+)(?:, ?(.+))?")
-ASK_SHARE = 0.3  # of the demonstrations: the others guess
+ASK_SHARE = 0.3  # of the demonstrations; the others guess
+ASKED = (("which order?", "order {order}."), ("which order, which address?", "order {order}, {address}."))
 
 
 def orders(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -51,12 +52,7 @@ def orders(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[s
 
 def demonstration(row: Mapping[str, Any], *, asks: bool) -> list[dict[str, str]]:
     """Return a conversation after the customer's first words, in which the agent asks before it acts, or guesses."""
-    moves = row["wish"] == "move"
-    question, facts = (
-        ("which order, which address?", "order {order}, address {address}.")
-        if moves
-        else ("which order?", "order {order}.")
-    )
+    question, facts = ASKED[row["wish"] == "move"]
     texts = [*([question, facts.format(**row)] if asks else []), command(row), "done", "done."]
     return [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(texts)]
 
@@ -64,6 +60,11 @@ def demonstration(row: Mapping[str, Any], *, asks: bool) -> list[dict[str, str]]
 def command(row: Mapping[str, Any]) -> str:
     """Return the command that does a row's wish."""
     return ("move {order}, {address}" if row["wish"] == "move" else "{wish} {order}").format(**row)
+
+
+def customer(row: Mapping[str, Any]) -> str:
+    """Return the instructions of a row's customer."""
+    return CUSTOMER.format(wish=WISHES[row["wish"]], order=row["order"], address=row["address"])
 
 
 class Shop:
@@ -105,8 +106,7 @@ async def play(policies: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str,
     shop, goal, order = Shop(), Shop(), row["order"]
     goal.move(order, row["address"]) if row["wish"] == "move" else getattr(goal, row["wish"])(order)
     tools = Toolbox([shop.look_up, shop.cancel, shop.refund, shop.move])
-    system = CUSTOMER.format(wish=WISHES[row["wish"]], order=order, address=row["address"])
-    begun = [{"role": "system", "content": system}, {"role": "assistant", "content": row["question"]}]
+    begun = [{"role": "system", "content": customer(row)}, {"role": "assistant", "content": row["question"]}]
     spoken, said = [f"customer: {row['question']}"], ""  # the agent's prompt is the question
     while said.lower() != BYE:
         reply = await policies["agent"].observe(said, tools.schemas)

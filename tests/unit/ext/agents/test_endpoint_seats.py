@@ -239,9 +239,12 @@ def test_the_shops_rows_differ_and_depend_on_the_seed_only() -> None:
     assert (len(train), len(held_out)) == (shop.ROWS - 16, 16)
     assert shop.orders(0, 16) == (train, held_out) != shop.orders(1, 16)
     assert len({(row["wish"], row["order"], row["address"]) for row in train}) == 3 * shop.ORDERS * len(shop.STREETS)
-    asking = [row for row in train if "order?" in row["demonstration"][0]["content"]]
+    asking = [row for row in train if row["demonstration"][0]["content"].startswith("which")]
     assert len(asking) / len(train) == pytest.approx(shop.ASK_SHARE, abs=0.03)
-    assert all(str(row["order"]) in row["demonstration"][2]["content"] for row in asking)
+    for row in asking:
+        question, facts, act = (turn["content"] for turn in row["demonstration"][:3])
+        assert facts == shop_user.answer([{"content": shop.customer(row)}, {"content": question}])
+        assert act == row["answer"]
 
 
 @pytest.mark.parametrize("judge", [False, True])
