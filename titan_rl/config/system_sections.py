@@ -189,7 +189,7 @@ class OpponentsSection:
     "start", "best" and "steps-ago N" are its own earlier adapters, "history" all that are kept, and any other entry is
     an adapter's folder in PEFT's layout. Empty: the policy plays all seats."""
     seats: list[str] = field(default_factory=list)
-    """The seats that opponents take, one of them in each group. Empty: all of environment.seats."""
+    """The seats that opponents take, one of them in each group. Empty: all that are trained."""
     share: float = bounds(1.0, ge=0, le=1)
     """Share of the groups that have an opponent. In the others the policy plays against itself."""
     weighting: Literal["even", "hard"] = "even"

@@ -21,6 +21,7 @@ from titan_rl.ext.agents.episodes import EpisodeOver, Limits, Observation, Reply
 from titan_rl.ext.agents.tools import Schema, ToolCall
 from titan_rl.tasks.chat_server import ChatServer, Unanswered
 from titan_rl.text.template import Message
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
@@ -58,7 +59,10 @@ class SeatEndpoint:
 
 
 def endpoints_of(e: EnvironmentSection) -> list[SeatEndpoint]:
-    """Return the endpoints of checked tables, with their keys from this process's environment."""
+    """Return the endpoints of checked tables, with their keys from this process's environment. Raise RunError if it
+    lacks one: commands after a run check no environment."""
+    if missing := list(keys_missing(e)):
+        raise RunError(missing[0], again=True)
     return [
         SeatEndpoint(
             seat,
@@ -81,14 +85,19 @@ def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
                 yield f"{label}: there is no key {as_toml(name)}{did_you_mean(name, KEYS)}; it has {', '.join(KEYS)}"
             elif not known.accepts(as_float(value) if type(value) is int and known.type is float else value):
                 yield f"{label}.{name}: expected {known.expected}, found {as_toml(value)}"
-        url, variable = str(table.get("url", "")), str(table.get("api_key_env", ""))
-        if not URL.fullmatch(url):
+        if not URL.fullmatch(str(table.get("url", ""))):
             yield f"{label}.url: expected a URL such as http://HOST/v1, without a user or a query, found another text"
         if not table.get("model"):
             yield f"{label}.model: expected the name of a model at the URL, found none"
-        if variable and not os.environ.get(variable):
+    yield from keys_missing(e)
+
+
+def keys_missing(e: EnvironmentSection) -> Iterator[str]:
+    for seat, table in e.endpoints.items():
+        if (variable := str(table.get("api_key_env", ""))) and not os.environ.get(variable):
             shown = variable if VARIABLE.fullmatch(variable) else "another text"
-            yield f"{label}.api_key_env: expected the name of a variable in the environment, found {shown}"
+            expected = "the name of a variable in the environment"
+            yield f"environment.endpoints.{seat}.api_key_env: expected {expected}, found {shown}"
 
 
 async def unreached(endpoints: Sequence[SeatEndpoint], seconds: float) -> list[str]:

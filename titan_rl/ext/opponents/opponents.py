@@ -46,7 +46,8 @@ def steps_ago(entry: str) -> int | None:
 class Opponents:
     def __init__(self, config: Config, folder: Path, trainers: ModelMesh) -> None:
         self._config, self._seed = config.opponents, config.debug.seed
-        self._seats = config.opponents.seats or config.environment.seats
+        e = config.environment
+        self._seats = config.opponents.seats or [s for s in e.seats if s not in {*e.frozen_seats, *e.endpoints}]
         self._folder, self._trainers = folder / FOLDER, trainers
         self._step = 0  # the newest that could be kept
         self._kept: dict[int, str] = {}  # names of folders, by step

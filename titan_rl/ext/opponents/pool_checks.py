@@ -27,8 +27,11 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
         return
     if not set(o.seats) <= set(seats):
         yield wrong("opponents.seats", f"some of environment.seats = {as_toml(seats)}")
-    for seat in o.seats or seats:
-        if not set(seats) - set(config.environment.frozen_seats) - {seat}:
+    untrained = {*config.environment.frozen_seats, *config.environment.endpoints}
+    if asked := [seat for seat in o.seats if seat in config.environment.endpoints]:
+        yield wrong("opponents.seats", f"seats without {asked[0]}, which an endpoint plays")
+    for seat in o.seats or sorted({*seats} - untrained):
+        if not set(seats) - untrained - {seat}:
             taken = f"another seat than {seat}, because no other one is trained"
             yield wrong("opponents.seats", taken)
     if len(set(o.pool)) < len(o.pool):

@@ -41,8 +41,8 @@ def _check_players(policies: Mapping[str, Config]) -> Iterator[str]:
     """Check policies that play together, each the seat of its name."""
     configs = list(policies.values())
     e = configs[0].environment
-    if set(e.seats) - set(e.frozen_seats) != set(policies):
-        yield problem(configs[0], "environment.seats", f"the policies {', '.join(policies)}, and frozen ones")
+    if set(e.seats) - {*e.frozen_seats, *e.endpoints} != set(policies):
+        yield problem(configs[0], "environment.seats", f"the policies {', '.join(policies)}, and seats of no policy")
     keys = [key for key in EQUAL if any(getattr(config, key) != getattr(configs[0], key) for config in configs)]
     keys += ["training.steps"] * (len({config.training.steps for config in configs}) > 1)
     keys += ["debug.seed"] * (len({config.debug.seed for config in configs}) > 1)

@@ -11,11 +11,12 @@ from support.chat_endpoint import answering
 from support.checked_configs import config
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
-from titan_rl.ext.agents.endpoint_seats import endpoint_problems
+from titan_rl.ext.agents.endpoint_seats import endpoint_problems, endpoints_of
 from titan_rl.ext.agents.openings import first_prompt
 from titan_rl.ext.run_plan.describe import environments
 from titan_rl.preflight import probe
 from titan_rl.preflight.checks import problems
+from titan_rl.wire.errors import RunError
 
 STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
@@ -227,7 +228,10 @@ def test_an_endpoint_is_asked_before_a_run(tmp_path: Path, monkeypatch: pytest.M
         f"environment.endpoints.second: expected a model that answers, found the second at {url} answered 404: ***"
     )
     assert found == ([] if code == 200 else [expected])
-    assert SECRET not in to_toml(asked)
+    assert SECRET not in to_toml(asked) + repr(endpoints_of(asked.environment))
+    monkeypatch.delenv("KUHN_KEY")
+    with pytest.raises(RunError, match="expected the name of a variable in the environment, found KUHN_KEY"):
+        endpoints_of(asked.environment)
 
 
 def test_all_seats_by_endpoints_leave_nothing_to_train(tmp_path: Path) -> None:
