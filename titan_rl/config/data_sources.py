@@ -1,13 +1,14 @@
 """Where rows come from and how they are read: the tables [task.sources.NAME], or the file of [task] alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from titan_rl.config.algorithm_sections import TaskSection
 from titan_rl.config.choices import Table, bounds
 from titan_rl.config.eval_sets import NAME
-from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
+from titan_rl.config.named_tables import as_declared, table_problems
+from titan_rl.config.toml import Key, as_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def data_sources(task: TaskSection) -> list[DataSource]:
         return [source_of(task, task.path, "task.path")]
     found = []
     for name, table in task.sources.items():
-        given = {**_inherited(task), **_as_floats(table)}
+        given = {**_inherited(task), **as_declared(table, source_keys())}
         own = {"name": name, "path_key": f"task.sources.{name}.path", "skip_bad_rows": task.bad_rows == "drop"}
         found.append(DataSource(**given, **own))
     return found
@@ -71,20 +72,10 @@ def source_problems(task: TaskSection) -> Iterator[str]:
         if not NAME.fullmatch(name):
             expected = "a name of letters, digits, '_', '-' and '.'"
             yield f"task.sources: expected {expected}, found {as_toml(name)}"
-        for key, value in _as_floats(table).items():
-            if key not in known:
-                yield f"{label}: there is no key {as_toml(key)}{did_you_mean(key, known)}; it has {', '.join(known)}"
-            elif not known[key].accepts(value):
-                yield f"{label}.{key}: expected {known[key].expected}, found {as_toml(value)}"
+        yield from table_problems(label, table, known)
         if not table.get("path"):
             yield f'{label}.path: expected a JSONL or Parquet file, found ""'
 
 
 def _inherited(task: TaskSection) -> dict[str, Any]:
     return {name: getattr(task, name) for name in source_keys() if name not in ("path", "weight")}
-
-
-def _as_floats(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with an integer weight as a float."""
-    weight = table.get("weight")
-    return {**table, "weight": as_float(weight)} if type(weight) is int else dict(table)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from titan_rl.config.choices import bounds
-from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
+from titan_rl.config.named_tables import as_declared, table_problems
+from titan_rl.config.toml import Key, as_toml
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 HELD_OUT = "heldout"
@@ -39,31 +40,20 @@ def keys() -> dict[str, Key]:
 
 def eval_sets(tables: Mapping[str, Mapping[str, Any]]) -> list[EvalSet]:
     """Return the sets of checked tables, in their order."""
-    return [EvalSet(name=name, **_as_floats(table)) for name, table in tables.items()]
+    return [EvalSet(name=name, **as_declared(table, keys())) for name, table in tables.items()]
 
 
 def problems_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield the problems of the tables by themselves."""
     for name, table in tables.items():
-        label, bad = f"eval.sets.{name}", False
+        label = f"eval.sets.{name}"
         if not NAME.fullmatch(name) or name in RESERVED:
             expected = f"a name of letters, digits, '_', '-' and '.', other than {', '.join(RESERVED)}"
             yield f"eval.sets: expected {expected}, found {as_toml(name)}"
-        for key, value in _as_floats(table).items():
-            if (known := keys().get(key)) is None:
-                yield f"{label}: there is no key {as_toml(key)}{did_you_mean(key, keys())}; it has {', '.join(keys())}"
-            elif not known.accepts(value):
-                bad = True
-                yield f"{label}.{key}: expected {known.expected}, found {as_toml(value)}"
+        yield from (found := list(table_problems(label, table, keys())))
         samples, hot = table.get("samples", 1), table.get("temperature", 0)
-        if not bad and samples > 1 and hot == 0:
+        if not found and samples > 1 and hot == 0:
             why = f"because samples = {samples} greedy answers would be the same"
             yield f"{label}.temperature: expected a number > 0, {why}, found 0"
-        elif not bad and 0 < hot < COLDEST:
+        elif not found and 0 < hot < COLDEST:
             yield f"{label}.temperature: expected 0 or a value in [{COLDEST:g}, 2], found {hot:g}"
-
-
-def _as_floats(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with integers as floats where a key takes a float."""
-    floats = {name for name, key in keys().items() if key.type is float}
-    return {name: as_float(v) if name in floats and type(v) is int else v for name, v in table.items()}

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_rl.config.named_tables import table_problems
 from titan_rl.config.system_sections import EnvironmentSection
-from titan_rl.config.toml import Key, as_float, as_toml, did_you_mean
+from titan_rl.config.toml import Key, as_toml
 from titan_rl.ext.agents.adapters import Conversation
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits, Observation, Reply, messages_from
 from titan_rl.ext.agents.tools import Schema, ToolCall
@@ -80,11 +81,7 @@ def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
     """Yield the problems of the tables by themselves. A text that may be a secret is not shown."""
     for seat, table in e.endpoints.items():
         label = f"environment.endpoints.{seat}"
-        for name, value in table.items():
-            if (known := KEYS.get(name)) is None:
-                yield f"{label}: there is no key {as_toml(name)}{did_you_mean(name, KEYS)}; it has {', '.join(KEYS)}"
-            elif not known.accepts(as_float(value) if type(value) is int and known.type is float else value):
-                yield f"{label}.{name}: expected {known.expected}, found {as_toml(value)}"
+        yield from table_problems(label, table, KEYS)
         if not URL.fullmatch(str(table.get("url", ""))):
             yield f"{label}.url: expected a URL such as http://HOST/v1, without a user or a query, found another text"
         if not table.get("model"):
