@@ -32,7 +32,8 @@ CUSTOMER = (
 )
 JUDGE = "was the customer served politely, and did the agent name its action? answer yes or no.\n"
 COMMAND = re.compile(r"(look_up|cancel|refund|move) (\d+)(?:, ?(.+))?")
-ASK_SHARE = 0.3  # of the demonstrations; the others guess
+ASK_SHARE = 0.3
+"""Share of the demonstrations that ask. The others guess."""
 ASKED = (("which order?", "order {order}."), ("which order, which address?", "order {order}, {address}."))
 
 
