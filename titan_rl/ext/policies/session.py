@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_rl.config.sections import BYTES
 from titan_rl.controller import Controller
-from titan_rl.ext.policies.table import Table
+from titan_rl.ext.policies.shared_episodes import Table
 from titan_rl.meshes.faults import Watch
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents

@@ -10,7 +10,7 @@ import pytest
 
 from titan_rl.config.toml import load
 from titan_rl.ext.policies.checks import check_policies
-from titan_rl.ext.policies.table import Table
+from titan_rl.ext.policies.shared_episodes import Table
 from titan_rl.rollout.player import Play, Played, Player
 from titan_rl.wire.errors import DeadlinePassed
 from titan_rl.wire.sessions import Outcome
