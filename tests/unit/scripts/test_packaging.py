@@ -1,4 +1,4 @@
-"""The wheel that pip builds, an install of it, and an editable install. No network."""
+"""The distributions of a release, the wheel that pip builds, an install of it, and an editable install. No network."""
 
 import ast
 import importlib.metadata
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -15,6 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import release
+import yaml
+from packaging.metadata import Metadata
+
+import titan_rl
 
 ROOT = Path(__file__).parents[3]
 CODE = ("titan_rl", "actors", "meshes", "kernels")
@@ -71,7 +77,10 @@ def test_an_installed_wheel_runs_from_anywhere(wheel: Path, tmp_path: Path) -> N
     where = python(executable, "-c", "import titan_rl; print(titan_rl.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
     python(executable, *DRY_RUN, cwd=tmp_path)
-    assert "--config" in python(tmp_path / "venv/bin/titan_rl", "--help", cwd=tmp_path)
+    program = tmp_path / "venv/bin/titan_rl"
+    assert "--config" in python(program, "--help", cwd=tmp_path)
+    listed = set(python(program, "run", "--help", cwd=tmp_path).split())
+    assert {path.stem for path in (ROOT / "train_configs").glob("*.toml")} <= listed
 
 
 def test_an_editable_install_runs_from_anywhere(source: Path, tmp_path: Path) -> None:
@@ -87,6 +96,68 @@ def test_a_root_folder_is_no_package() -> None:
     assert [folder for folder in LINKED if (ROOT / folder / "__init__.py").exists()] == []
     for folder in LINKED:
         assert (ROOT / "titan_rl" / folder).readlink() == Path("..") / folder
+
+
+REPOSITORY = "https://example.org/owner/name"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("released") / "dist"
+    python(sys.executable, str(ROOT / "scripts/release.py"), str(folder), "--repository", REPOSITORY)
+    return folder
+
+
+def test_a_release_has_what_the_wheel_has(distributions: Path, wheel: Path) -> None:
+    names = {path.suffix: path for path in distributions.iterdir()}
+    assert sorted(names) == [".gz", ".whl"]
+    built = set(zipfile.ZipFile(names[".whl"]).namelist())
+    assert built == set(zipfile.ZipFile(wheel).namelist())
+    tracked = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.is_file()]
+    data = {path for path in tracked if path.suffix not in (".py", ".pyc")}
+    assert {str(path.relative_to(ROOT)) for path in data if path.is_relative_to(ROOT / "titan_rl")} <= built
+    with tarfile.open(names[".gz"]) as source:
+        assert not [member for member in source if member.issym() or member.islnk()]
+        held = {member.name.partition("/")[2] for member in source if member.isfile()}
+    assert {name for name in built if name.startswith("titan_rl/")} | {"LICENSE", "README.md", "pyproject.toml"} <= held
+
+
+def test_the_metadata_of_a_release_is_valid_and_leads_somewhere(distributions: Path) -> None:
+    (path,) = distributions.glob("*.whl")
+    (name,) = (each for each in zipfile.ZipFile(path).namelist() if each.endswith(".dist-info/METADATA"))
+    found = Metadata.from_email(zipfile.ZipFile(path).read(name))  # raises on what an index refuses
+    assert (found.name, str(found.version), found.license_expression) == (
+        "titan-rl",
+        titan_rl.__version__,
+        "BSD-3-Clause",
+    )
+    assert found.project_urls
+    assert set(found.project_urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert {url for url in found.project_urls.values() if not url.startswith(REPOSITORY)} == set()
+    assert found.keywords
+    assert {"cpu", "cuda"} <= set(found.provides_extra or ())
+    links = re.findall(r"\]\(([^)]+)\)", found.description or "")
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert f"{REPOSITORY}/blob/main/docs/design.md#the-floor-plan" in links
+    assert f"{REPOSITORY}/raw/main/docs/images/grpo_smollm2.svg" in links
+
+
+def test_a_tag_of_another_version_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    version = titan_rl.__version__
+    found = list(release.disagreements("v99"))
+    assert found[0] == f"--tag: expected v{version}, the version of titan_rl/__init__.py, found v99"
+    assert not [each for each in found if each.startswith("CITATION.cff")]
+
+
+def test_a_workflow_calls_what_exists() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            if "uses" in job:
+                assert (ROOT / job["uses"]).is_file()
+                continue
+            commands = [step["run"].split() for step in job["steps"] if "run" in step]
+            called = [word for words in commands for word in words if word.startswith(("scripts/", ".ci/"))]
+            assert [word for word in called if not (ROOT / word).is_file()] == []
 
 
 def imports() -> Iterator[tuple[str, Path]]:

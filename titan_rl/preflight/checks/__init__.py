@@ -108,9 +108,10 @@ def config_problems(config: Config, gpus: Gpus, counts: AdapterCounts = ONE_POLI
 
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the problems that a host with other GPUs would not have."""
-    config = on_device(config, device_of(config, gpus.count))
+    config = on_device(config, device := device_of(config, gpus.count))
     return [
         *machine.check_driver(config, gpus),
+        *machine.check_engine(config, device),
         *machine.check_placement(config, usable_shape(config)[0], gpus.count),
     ]
 

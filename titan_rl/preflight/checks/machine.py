@@ -31,7 +31,7 @@ from titan_rl.preflight.memory import (
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
+from titan_rl.preflight.torch_build import as_numbers, cuda_media, installed_vllm, torch_cuda
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape, SpecShape
@@ -97,7 +97,7 @@ def _check_cpu(config: Config, shape: ModelShape | None, generators: int, proces
     yield from _check_capacity(config, shape, generators, processes)
     if not generators:
         return
-    if vllm_needs_gpu():
+    if installed_vllm() == {"vllm"}:
         yield (
             "hosts.device: expected a GPU, because vLLM's CUDA build is installed, which samples on nothing else; "
             "./scripts/run --extra cpu installs the build for CPUs"
@@ -127,6 +127,12 @@ def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:
             f"hosts.device: expected a driver that runs CUDA {wanted}, for which torch is built, found {gpus.driver}, "
             f'which runs CUDA up to {gpus.cuda}; update it, or set hosts.device = "cpu"'
         )
+
+
+def check_engine(config: Config, device: str) -> Iterator[str]:
+    """Check that this host has vLLM, which only the extras bring. Other hosts have their own Python."""
+    if config.samples_rollouts and config.hosts.number == 1 and not installed_vllm():
+        yield f"installed packages: expected vLLM, which samples, found none: pip install 'titan-rl[{device}]'"
 
 
 def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
