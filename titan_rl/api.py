@@ -318,14 +318,18 @@ class Run:
         await self._driven(self._learner.save(self.step, self._saved_state(), last=True))
 
     async def export(self) -> Path:
-        """Write the policy's weights as Hugging Face safetensors to the folder hf/ of the run; return that folder.
+        """Write the policy's weights as safetensors, with a model card, to the Hugging Face folder hf/ of the run.
+        Return that folder.
 
         >>> (await run.export()).name
         'hf'
         """
-        from titan_rl.train.hf_folder import export_policy
+        from titan_rl.record.evaluation import metrics_of
+        from titan_rl.train.hf_folder import card_of, export_policy
 
-        return await self._driven(export_policy(self._parts.setup, self._parts.meshes.trainers, self.folder / "hf"))
+        setup, evaluations = self._parts.setup, self._record.evaluations if self._record else []
+        card = card_of(setup, step=str(self.step), scores=metrics_of(evaluations) or None, own_loop=True)
+        return await self._driven(export_policy(setup, self._parts.meshes.trainers, self.folder / "hf", card=card))
 
     async def restore(self, error: Exception) -> None:
         """Replace the mesh whose loss `error` reports, and go back to the last snapshot or checkpoint: `step` and

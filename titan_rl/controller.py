@@ -34,7 +34,7 @@ from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, supervised
 from titan_rl.train.health import Health
-from titan_rl.train.hf_folder import export_policy
+from titan_rl.train.hf_folder import card_of, export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.train.verbs import Verbs
@@ -76,7 +76,8 @@ class Controller:
         if not self.stop.requested:
             self.health.raise_if_last_step_unsound()
             with self.run.terminal.phase("export to hf/"):
-                await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
+                final = self.setup.folder / "hf"
+                await export_policy(self.setup, self.meshes.trainers, final, card=card_of(self.setup))
 
     def note_memory(self, metrics: Mapping[str, float]) -> None:
         setup = self.setup

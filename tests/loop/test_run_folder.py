@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -71,6 +73,19 @@ def test_the_export_loads_in_transformers(whole: RunFiles) -> None:
     model: Any = LlamaForCausalLM.from_pretrained(whole.folder / "hf")
     prompt = tokenizer("12+34=", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] >= prompt["input_ids"].shape[1] + 1
+
+
+def test_the_model_card_agrees_with_the_summary(whole: RunFiles) -> None:
+    """And its program for transformers runs in the folder."""
+    card, summary = (whole.folder / "hf/README.md").read_text(), whole.summary()
+    assert f"| **step 8** | held-out problems | {summary['final_eval']:.3f} |" in card
+    assert f"torchtitan {summary['versions']['torchtitan']}" in card
+    assert str(whole.folder.parent) not in card
+    program = card.split("```python\n")[1].partition("```")[0].replace("PROMPT", "12+34=")
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=whole.folder / "hf", capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: RunFiles) -> None:

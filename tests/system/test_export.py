@@ -109,6 +109,16 @@ def test_an_earlier_checkpoint_has_the_score_of_its_step(learnt: RunFiles, tmp_p
     assert f"--out: expected a folder that does not exist yet, found {folder}" in export(learnt, "--step", "2", code=2)
 
 
+def test_the_card_of_an_export_has_the_score_of_its_step_and_the_audits_verdict(
+    learnt: RunFiles, tmp_path: Path
+) -> None:
+    export(learnt, "--step", "2", "--audit", "--dtype", "bfloat16", "--out", str(tmp_path / "out"))
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"| **step 2** | held-out problems | {reported(learnt, 2):.3f} |" in card
+    assert "`titan_rl audit` found nothing lost, nothing twice and nothing stale in the run: " in card
+    assert 'LLM(".", dtype="bfloat16")' in card
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return exit code, folder and output of each case of support/checkpoints.py."""

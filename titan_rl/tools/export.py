@@ -23,13 +23,17 @@ from titan_rl.config.toml import CONFIG, ConfigError
 from titan_rl.ext.adapters.layers import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
+from titan_rl.record.model_card import NOT_AUDITED, model_card
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
+from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.inspect.live_copy import frozen
 from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.tools.refused_input import UsageError
 from titan_rl.tools.saved_steps import saved_steps
-from titan_rl.train.hf_folder import new_folder, write_assets
+from titan_rl.train.hf_folder import new_folder, write_assets, write_card
 from titan_rl.wire.checkpoint_sums import FOLDER, damage
+from titan_rl.wire.counted import counted
 from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Sample
@@ -44,6 +48,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 class ExportSource:
     """A checkpoint, and the model that it belongs to."""
 
+    run: Path
     config: Config
     policy: Policy
     task: Task
@@ -71,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
             if reason:
                 raise UsageError(f"--out: expected a folder that can be written, found {reason}")
             try:
-                print(write_proven(source, final.absolute(), dtype, Path(scratch)))
+                verdict = verdict_on(options.run) if options.audit else NOT_AUDITED
+                print(write_proven(source, final.absolute(), dtype, Path(scratch), verdict))
             except OSError as error:  # a full disk
                 raise UsageError(f"nothing was written to {final}: {error}", FAILED) from error
     except UsageError as error:
@@ -101,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         type=path_argument,
         help="folder to write; default: RUN/hf-step-N-DTYPE. It must not exist",
     )
+    parser.add_argument("--audit", action="store_true", help="audit the run, and write the verdict into the model card")
     parser.add_argument("--critic", action="store_true", help="export the critic instead of the policy")
     return parser
 
@@ -119,7 +126,7 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Exp
         task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     except (ConfigError, OSError, ValueError) as error:
         raise UsageError(f"{run}: {'; '.join(str(error).splitlines())}") from error
-    return ExportSource(config, policy, task, name, folder)
+    return ExportSource(run, config, policy, task, name, folder)
 
 
 def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
@@ -133,7 +140,17 @@ def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
     return name, folders[name]
 
 
-def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -> str:
+def verdict_on(run: Path) -> str:
+    """Audit a run for the card of its model."""
+    with frozen(RunFiles(run)) as (files, note):
+        problems, checked = audit(files.folder, active=bool(note))
+    if problems:
+        return f"**{counted(len(problems), 'problem')}** (`titan_rl audit` prints them)."
+    still = ", while it was active" if note else ""
+    return f"`titan_rl audit` found nothing lost, nothing twice and nothing stale in the run{still}: {checked}."
+
+
+def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path, verdict: str = NOT_AUDITED) -> str:
     """Write the folder, prove it, and only then give it its name. Return a line for the user."""
     reason = damage(source.folder, read=True)
     if reason:
@@ -169,6 +186,7 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -
         rounded = by_trainer(model, sequences)
         compare_prompts(partial, source.task, policy.tokenizer)
         proof = compare_models(sequences, partial, rounded, judged=source.judges)
+        write_card(partial, card_of_source(source, dtype, verdict))
     numbers = "scores" if source.judges else "log-probs"
     moved = float(abs(rounded - exact).max())
     cause = f"merging and {dtype}" if adapted else f"{dtype} itself"
@@ -177,6 +195,15 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path) -
         f"step {source.step} is in {final} ({dtype}, {size / 1e6:.1f} MB): {rounded.size} {numbers} from transformers "
         f"equal the trainer's, {proof}{rounding}{adapted}"
     )
+
+
+def card_of_source(source: ExportSource, dtype: str, verdict: str) -> str:
+    """Return the card, with the versions that trained the model: the run's summary has them."""
+    config, run = source.config, RunFiles(source.run)
+    found = run.summary().get("versions")
+    known = {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
+    head = source.policy.shape.head
+    return model_card(source.run, config, known, step=source.step, verdict=verdict, head=head, dtype=dtype)
 
 
 def adapters_proof(

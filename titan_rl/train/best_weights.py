@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titan_rl.config.plain_files import text_of
 from titan_rl.record.evaluation import Evaluation, metrics_of
-from titan_rl.train.hf_folder import export_policy
+from titan_rl.train.hf_folder import card_of, export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 
@@ -56,7 +56,9 @@ class BestWeights:
         final = free_name(self._run.setup.folder / FOLDER / f"step-{step}")
         try:
             with self._run.clock("save"):
-                await export_policy(self._run.setup, self._run.meshes.trainers, scratch)
+                setup = self._run.setup
+                card = card_of(setup, step=str(step), scores=metrics)
+                await export_policy(setup, self._run.meshes.trainers, scratch, card=card)
                 measured = {"step": step, "metric": self._metric, "value": value, "metrics": metrics}
                 (scratch / MEASURED).write_text(json.dumps(measured, indent=2) + "\n")
                 place(scratch, final)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.config.plain_files import text_of
 from titan_rl.preflight.plan import Policy, Setup
 from titan_rl.record.lines import Unwritable, must_write
+from titan_rl.record.model_card import CARD, model_card
+from titan_rl.record.provenance import versions
 from titan_rl.record.run_folder import aside
 from titan_rl.text.template import MORE_TEMPLATES
 from titan_rl.wire.checkpoint_sums import sum_files
@@ -35,17 +37,30 @@ COPIED = (
 """Files that an exported model has in common with the folder that training took its tokenizer from."""
 
 
-async def export_policy(setup: Setup, trainers: "ModelMesh", final: Path) -> Path:
-    """Write the trainers' weights, and what belongs to them, to `final`. A full disk is named, and no fault of a
-    rank's: another one would meet it too."""
+async def export_policy(setup: Setup, trainers: "ModelMesh", final: Path, *, card: str = "") -> Path:
+    """Write the trainers' weights, and what belongs to them, to `final`; with a model card, if there is one. A full
+    disk is named, and no fault of a rank's: another one would meet it too."""
     try:
         with must_write(final), new_folder(final) as partial:
             await trainers.export(str(partial))
             write_assets(setup.policy, partial, setup.config.training.dtype)
             await asyncio.to_thread(sum_files, partial)
+            write_card(partial, card)
     except RankFailed as error:
         raise Unwritable.of_rank(final, error) or error from None
     return final
+
+
+def card_of(setup: Setup, *, step: str = "", scores: Mapping[str, float] | None = None, own_loop: bool = False) -> str:
+    """Return the model card of weights of this run, by default the last ones."""
+    found, head = versions(), setup.shape.head
+    return model_card(setup.folder, setup.config, found, step=step, scores=scores, head=head, own_loop=own_loop)
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write a model card, after the checksums: users edit it."""
+    if card:
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 @contextmanager
