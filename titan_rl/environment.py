@@ -20,7 +20,9 @@ CONTROLLER_ENV = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10m",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10m",
 }
+ALERT = "TITAN_RL_ALERT"
 TRACKER_KEYS = (
+    ALERT,
     "WANDB_API_KEY",
     "MLFLOW_TRACKING_USERNAME",
     "MLFLOW_TRACKING_PASSWORD",
@@ -28,7 +30,7 @@ TRACKER_KEYS = (
     "TRACKIO_WRITE_TOKEN",
     "HF_TOKEN",
 )
-"""Environment variables that let their holder write to a tracker's server. No rank has them."""
+"""Environment variables that let their holder write to a server of yours. No rank has them."""
 # Monarch polls the process states of each mesh, for 0.4 to 1.6 ms of the controller's CPU. Deaths are known at once
 # without it (meshes/deaths.py): a poll adds how a process ended.
 POLLS = 32  # a second, of all meshes together

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES
@@ -81,6 +82,7 @@ async def opened(
             timeline(folder / "timeline.json", meshes.all, terminal.note),
         ):
             steers.started(meshes)
+            incidents.observers.append(partial(trackers.event, "fault"))
             folder_watch = asyncio.create_task(watch_folder(folder, folder_before, watch.fail))
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None

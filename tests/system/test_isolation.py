@@ -1,12 +1,17 @@
 """What other users of the machine reach of a run, which is nothing; and what the run still reaches."""
 
+import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -20,12 +25,19 @@ from titan_rl import isolation
 def test_a_tracker_is_outside_and_no_rank_has_its_key(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor the alert's destination. Prometheus, outside, reads the run's metrics, and a lost rank is an alert."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    alerts, program = tmp_path / "alerts", "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", key := "k" * 40)
+    monkeypatch.setenv("TITAN_RL_ALERT", shlex.join([sys.executable, "-c", program, str(alerts)]))
     run = runs.start(
         tmp_path / "run",
         training__steps=500,
         metrics__trackers="wandb",
+        metrics__prometheus=f"{port}",
+        metrics__alert="TITAN_RL_ALERT",
         parallelism__data_parallel_shard_degree=2,
         hosts__isolation="require",
     )
@@ -36,7 +48,21 @@ def test_a_tracker_is_outside_and_no_rank_has_its_key(
     outside = (tracker, *tracker.children(recursive=True))
     inside = {each.pid for each in tree if each not in outside} | set(run.workers().values())
     assert len(inside) >= 3
-    assert [pid for pid in inside if key in Path(f"/proc/{pid}/environ").read_text()] == []
+    environments = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in inside}
+    assert [pid for pid, text in environments.items() if key in text or program in text] == []
+
+    def scraped() -> str:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            return answer.read().decode()
+
+    assert 'titan_rl_reward_mean{run="run"}' in scraped()
+    os.kill(run.workers()["generator0[tp=0]"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not (alerts.exists() and alerts.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (line,) = alerts.read_text().splitlines()
+    assert json.loads(line)["text"].startswith("run: fault: generator0")
+    assert 'titan_rl_faults_total{run="run"} 1' in scraped()
 
 
 @pytest.mark.skipif(isolation.refusal() != "", reason="this kernel refuses namespaces")

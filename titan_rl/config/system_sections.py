@@ -44,6 +44,17 @@ class MetricsSection:
     sample_interval: int = bounds(10, ge=0, le=10**9)
     """Steps between two tables of samples (prompt, answer, text, reward) in the trackers. 0: texts stay on this
     machine."""
+    prometheus: str = ""
+    """Address at which Prometheus reads the last metrics, such as "127.0.0.1:9400". A port alone is on loopback. Empty:
+    none (docs/operations.md)."""
+    alert: str = ""
+    """Command that gets a JSON object on its standard input, or http(s) address that gets one by POST, when an event
+    of alert_on happens. "TITAN_RL_ALERT": the environment variable of that name holds it (docs/operations.md)."""
+    alert_on: list[str] = field(default_factory=lambda: ["fault", "warning", "finished", "failed"])
+    """Events of alert: "fault" (a process, a mesh or steps are lost), "warning" (a collapse, and others that `titan_rl
+    why` explains), and the ends "finished", "stopped" and "failed"."""
+    alert_seconds: float = bounds(10.0, gt=0, le=600)
+    """Deadline of an alert. It is killed then, and the run continues."""
 
     @property
     def services(self) -> list[str]:

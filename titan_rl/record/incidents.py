@@ -62,6 +62,7 @@ class Incidents:
         """`needed`: the folder that each new process reads."""
         self._needed = needed
         self.all: list[Incident] = []
+        self.observers: list[Callable[[str], None]] = []  # each is called with the reason of every loss
         self._path = folder / FAULTS
         self._fault = fault
         self._say = self.note = say  # `note` shows a message about something that is no incident
@@ -76,6 +77,8 @@ class Incidents:
         self._noticed[id(incident)] = time.monotonic()
         self._write(incident, error.details)
         self._say(f"{incident.reason}\n{error.details}" if isinstance(error, DeadlinePassed) else incident.reason)
+        for observer in self.observers:
+            observer(incident.reason)
         return incident
 
     def never_respawns(self, replicas: int) -> bool:

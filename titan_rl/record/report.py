@@ -174,6 +174,7 @@ class Report(SelfClosing):
     def _warn(self, kind: Kind, step: int, metrics: Mapping[str, float]) -> None:
         for warning in self._watch.step({"kind": kind, "step": step, **metrics}):
             self._terminal.warn(warning)
+            self._log.event("warning", warning)
 
     def _advance(self, note: str) -> None:
         assert self._progress is not None

@@ -32,7 +32,7 @@ from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.record.run_names import ANSWERS, EVALUATIONS, METRICS, ROLLOUTS, SUMMARY
 from titan_rl.record.sample_rows import COLUMNS, has_samples, overview, sample_rows
-from titan_rl.record.sinks import Sink, State
+from titan_rl.record.sinks import NO_SINKS, Event, Sink, State
 from titan_rl.wire.program import command_of
 from titan_rl.wire.side_columns import logged_extras
 from titan_rl.wire.types import Group, Rollout
@@ -63,7 +63,7 @@ class RunLog(SelfClosing):
         *,
         resume_step: int | None = None,
         cold_start_step: int | None = None,
-        trackers: Sink | None = None,
+        trackers: Sink = NO_SINKS,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.folder, self._config, self._trackers, self._warn = folder, config, trackers, warn
@@ -79,8 +79,7 @@ class RunLog(SelfClosing):
         """Supersede what this process wrote of later steps, as if another process resumed the run."""
         self.close()
         self._open(resume_step, cold_start_step)
-        if self._trackers is not None:
-            self._trackers.rewind()
+        self._trackers.rewind()
 
     def _open(self, resume_step: int | None, cold_start_step: int | None) -> None:
         rl = -1 if resume_step is None else resume_step
@@ -162,15 +161,18 @@ class RunLog(SelfClosing):
     def summary(self, summary: Mapping[str, Any], state: State = "finished") -> None:
         with must_write(self.folder / SUMMARY):
             write_whole(self.folder / SUMMARY, json.dumps(strict(summary), indent=2) + "\n")
-        if self._trackers is not None:
-            self._trackers.finish(state, summary)
+        self._trackers.finish(state, summary)
+
+    def event(self, event: Event, text: str) -> None:
+        """Send an event to the trackers."""
+        self._trackers.event(event, text)
 
     @property
     def hints(self) -> list[str]:
         """Where to look at the curves."""
         curves = [f"{command_of('view')} {shlex.quote(str(self.folder))}"]
         curves += [f"tensorboard --logdir {shlex.quote(str(self._tb))}"] if self._tb else []
-        return curves + (self._trackers.hints if self._trackers is not None else [])
+        return [*curves, *self._trackers.hints]
 
     def close(self) -> None:
         for curves in self._curves.values():
@@ -194,8 +196,7 @@ class RunLog(SelfClosing):
         """Send points to the trackers, and write them to tb/ (RL) or tb/cold_start. Each kind counts its own steps, so
         a restart purges each alone."""
         scalars = {**overview(scalars), **scalars}
-        if self._trackers is not None:
-            self._trackers.log(kind, step, scalars, histograms or {})
+        self._trackers.log(kind, step, scalars, histograms or {})
         if self._tb is None:
             return
         with self._ends_curves(step):
@@ -207,8 +208,7 @@ class RunLog(SelfClosing):
             self._curves[kind].write(step, scalars, histograms or {})
 
     def _show_samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        if self._trackers is not None:
-            self._trackers.samples(step, rows)
+        self._trackers.samples(step, rows)
         if self._tb is not None:
             samples = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
             texts = ("\n".join(f"{name}: {value}" for name, value in sample.items()) for sample in samples)

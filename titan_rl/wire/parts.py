@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 PARTS = {
+    "alerts": "ext.alerts.alerting:alerting",
     "adapters of engines": "ext.adapters.ranks.vllm_adapter:SlotAdapters",
     "adapters of policies": "ext.policies.ranks.adapter_bank:AdapterBank",
     "broadcasts of readers": "ext.broadcast.ranks.broadcast:Receiver",
@@ -43,6 +44,7 @@ PARTS = {
     "parameters of adapters": "ext.adapters.live_adapters:live_adapters",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",
+    "prometheus": "ext.prometheus.scrape:scraped",
     "prompts after an opening": "ext.agents.conversation:read_after",
     "quantized rows": "ext.quantization.ranks.row_groups:RowGroups",
     "readers of trainers": "ext.relay.first_readers:first_readers",

@@ -54,6 +54,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "adapters of trainers": {"lora": {"rank": 8}},
     "teacher": {"algorithm": {"advantage": "teacher", "teacher_weights": "reference", "teacher_context": ["answer"]}},
     "trackers": {"metrics": {"trackers": ["wandb"]}},
+    "prometheus": {"metrics": {"prometheus": "9400"}},
+    "metrics.alert": {"metrics": {"alert": "true"}},
 }
 """Keys that need each part."""
 

@@ -113,6 +113,7 @@ async def drive(
         steering(setup, socket, stop, incidents, terminal.note) as steers,
     ):
         steers.started(meshes)
+        incidents.observers.append(partial(trackers.event, "fault"))
         with (
             RunLog(folder, setup.name, config, resume_step=resume.rl, trackers=trackers, warn=terminal.warn) as log,
             Report(setup.name, config, folder, terminal, log, clock, heldout=len(setup.heldout.prompts)) as report,

@@ -15,8 +15,9 @@ TRACKERS = ("tensorboard", *SERVICES)
 HIDDEN = "(hidden)"
 SECRET_NAME = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|auth|authorization)$")
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*@")
-SHELL_KEYS = ("hosts.ssh",)
-"""Keys that hold commands, in which secrets have no place that could be recognized. [launch] is left out as a whole."""
+SHELL_KEYS = ("hosts.ssh", "metrics.alert")
+"""Keys that hold commands or addresses, in which secrets have no place that could be recognized. [launch] is left out
+as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

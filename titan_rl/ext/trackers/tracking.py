@@ -25,7 +25,7 @@ from titan_rl.ext.trackers.messages import SERVICES, Begin, Service, grouped, pu
 from titan_rl.isolation import outside
 from titan_rl.record.curves import edges_of
 from titan_rl.record.lines import write_whole
-from titan_rl.record.sinks import Axis, State, Warn
+from titan_rl.record.sinks import Axis, Event, State, Warn
 
 IDS = "trackers.json"
 """File in the dump folder with the ids of its runs in the trackers."""
@@ -193,6 +193,9 @@ class Trackers:
 
     def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         self._send("samples", step, rows)
+
+    def event(self, event: Event, text: str) -> None:
+        """Ignore it: these services have no place for events."""
 
     def rewind(self) -> None:
         """Count another attempt: steps are repeated from now on."""

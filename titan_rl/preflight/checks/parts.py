@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.config.sections import Config, FaultSection, LaunchSection, OpponentsSection, SandboxSection
+from titan_rl.config.sections import (
+    Config,
+    FaultSection,
+    LaunchSection,
+    MetricsSection,
+    OpponentsSection,
+    SandboxSection,
+)
 from titan_rl.preflight.checks.task import rewards_of, rewards_of_sets
 from titan_rl.preflight.load import Invocation
 from titan_rl.tasks.games import GAMES
@@ -19,6 +26,12 @@ SNAPSHOT_STEPS = FaultSection().snapshot_interval
 
 def tracks(config: Config) -> bool:
     return bool(config.metrics.services) or not config.metrics.project.strip()
+
+
+def alerts(config: Config) -> bool:
+    """Return True if there is an alert, or a key of one that has no effect."""
+    metrics, default = config.metrics, MetricsSection()
+    return (metrics.alert, metrics.alert_on) != (default.alert, default.alert_on)
 
 
 def plays(config: Config) -> bool:
@@ -98,6 +111,8 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("adapters of trainers", "lora", adapts),
     ("teacher", "algorithm.advantage", distills),
     ("trackers", "metrics.trackers", lambda config: bool(config.metrics.services)),
+    ("prometheus", "metrics.prometheus", lambda config: bool(config.metrics.prometheus)),
+    ("alerts", "metrics.alert", alerts),
 )
 """A part, the key that needs it, and whether it does."""
 
@@ -106,6 +121,8 @@ CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.sandbox.checks", runs_code),
     ("ext.teachers.checks", distills),
     ("ext.trackers.checks", tracks),
+    ("ext.prometheus.checks", lambda config: bool(config.metrics.prometheus)),
+    ("ext.alerts.checks", alerts),
     ("tools.launch.checks", lambda config: config.launch != LaunchSection()),
     ("ext.hosts.checks", spans_hosts),
     ("ext.relay.checks", lambda config: config.weight_sync.relay is True),

@@ -1,0 +1,1 @@
+"""Shows a run's last metrics to Prometheus, over HTTP in its text format."""
