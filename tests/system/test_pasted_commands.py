@@ -48,7 +48,7 @@ ELSEWHERE = {
 """Commands that another test runs."""
 NEEDED = {
     r"/models/|path/to/|hf_folder|model\.gguf": "a model or file of the reader",
-    r"OPENAI_|TINKER_|^export|lm_eval|curl": "a server, or another program",
+    r"OPENAI_|TINKER_|^export|lm_eval|curl|docker": "a server, or another program",
     r"grpo_llama3_\w+b?( --dry-run)?$|grpo_llama3_8b --dry-run|launch --config": "a model of the Hub",
     r"--debug": "a person at the debugger",
     r"outputs/mine": "a run with another evaluation set",

@@ -137,7 +137,7 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
     except PatchRefused as error:
         yield f"launch.pod: {error}"
     if not launch.image:
-        yield "launch.image: expected a container image with --on kubernetes, found none"
+        yield "launch.image: expected a container image with --on kubernetes, found none (docs/clusters.md makes one)"
     if config.job.fresh:
         yield "job.fresh: expected false with --on kubernetes: pods that start again would start over, found true"
     targets = [mount.split(":")[1] for mount in launch.mounts if MOUNT.fullmatch(mount)]

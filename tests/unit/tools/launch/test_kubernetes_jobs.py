@@ -215,7 +215,7 @@ def test_what_kubernetes_needs_is_refused_by_key(tmp_path: Path, capsys: pytest.
     assert stop.value.code == 2
     found = capsys.readouterr().err
     for expected in (
-        "launch.image: expected a container image with --on kubernetes, found none",
+        "launch.image: expected a container image with --on kubernetes, found none (docs/clusters.md makes one)",
         "job.dump_folder: expected a folder below one of launch.mounts (none), which outlives the pods, found",
         "job.fresh: expected false with --on kubernetes",
     ):
