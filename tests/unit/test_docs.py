@@ -22,7 +22,7 @@ SOURCES = [
         for p in (ROOT / name).rglob("*.py")
     ),
     *(p for p in (ROOT / "scripts").iterdir() if p.is_file() and not p.suffix),
-    *(ROOT / "train_configs").glob("*.toml"),
+    *(ROOT / "train_configs").rglob("*.toml"),
     ROOT / "pyproject.toml",
 ]
 MOST_PAGES = 15

@@ -33,6 +33,8 @@ from titan_rl.config.sections import Config
 
 SCALARS = (bool, int, float, str)
 SHIPPED = Path(__file__).parents[1] / "train_configs"
+PLANNED = SHIPPED / "planned"
+"""Configs that never ran on the hardware that they are for."""
 CONFIG = "config.toml"
 """Name of the file that holds a run's config, in its dump folder."""
 NO_CONFIG = "--config: expected a TOML file or a shipped config"
@@ -191,7 +193,8 @@ def docs() -> dict[str, dict[str, str]]:
 def find(name: str) -> Path:
     """Return the file at that path, or the shipped config of that name."""
     bare = Path(name).name == name
-    for candidate in (Path(name), *((SHIPPED / name, SHIPPED / f"{name}.toml") if bare else ())):
+    places = [folder / file for folder in (SHIPPED, PLANNED) for file in (name, f"{name}.toml")]
+    for candidate in (Path(name), *(places if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
             return candidate
     names, file = shipped(), Path(name, "config.toml")
@@ -204,7 +207,12 @@ def find(name: str) -> Path:
 
 
 def shipped() -> list[str]:
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+    """Return the names of all shipped configs."""
+    return sorted([*(path.stem for path in SHIPPED.glob("*.toml")), *planned()])
+
+
+def planned() -> list[str]:
+    return sorted(path.stem for path in PLANNED.glob("*.toml"))
 
 
 def load(
@@ -385,7 +393,8 @@ def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> It
     base = tables.pop("base", None)
     chain = (*above, path.resolve())
     if base is not None:
-        candidates = (path.parent / base, SHIPPED / f"{base}.toml") if isinstance(base, str) else ()
+        places = (SHIPPED / f"{base}.toml", PLANNED / f"{base}.toml")
+        candidates = (path.parent / base, *places) if isinstance(base, str) else ()
         found = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
         if found is None:
             hint = did_you_mean(str(base), shipped())

@@ -9,7 +9,7 @@ from rich.text import Text
 from titan_rl.config import toml as config_file
 from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import as_toml, did_you_mean, schema
-from titan_rl.preflight.refusal import print_names, refuse
+from titan_rl.preflight.refusal import print_shipped, refuse
 from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.program import command_of
 
@@ -67,7 +67,7 @@ SECTIONS = {
     "memory": "allowances of the estimate of a GPU's memory",
     "launch": "resources of a job of Slurm or Kubernetes",
     "checkpoint": "how often, and how many are kept",
-    "metrics": "TensorBoard, W&B, Trackio, MLflow",
+    "metrics": "TensorBoard, W&B, Trackio, MLflow, Prometheus, alerts",
     "record": "batches that are kept, to make a step again",
     "profiling": "traces and memory snapshots",
     "comm": "timeouts of collectives",
@@ -79,7 +79,7 @@ SECTIONS = {
 def print_usage(console: Console) -> None:
     """Print how to start a run."""
     print_trimmed(console, USAGE.format(command=command_of("run"), programs=f"{command_of('')} --help"))
-    print_names(console, config_file.shipped())
+    print_shipped(console)
 
 
 def print_help(argv: Sequence[str]) -> None:

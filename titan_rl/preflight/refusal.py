@@ -15,7 +15,7 @@ from rich.padding import Padding
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import NO_CONFIG, as_toml, shipped
+from titan_rl.config.toml import NO_CONFIG, as_toml, planned, shipped
 from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.counted import counted
 
@@ -75,11 +75,19 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
         console.print(f"  and {left:,} more", style="red")
     if any(problem.startswith(NO_CONFIG) for problem in problems):
         console.print("shipped configs:")
-        print_names(console, shipped())
+        print_shipped(console)
     elif elsewhere(source) and any(RELATIVE.search(problem) for problem in problems):
         here, there = (printable(str(path)) for path in (Path.cwd(), Path(source).parent.resolve()))
         console.print(f"paths and modules are relative to the current folder, {here}; the config is in {there}")
     raise SystemExit(2)
+
+
+def print_shipped(console: Console) -> None:
+    """Print the names of the shipped configs; last, the ones that never ran on their hardware."""
+    unproven = planned()
+    print_names(console, [name for name in shipped() if name not in unproven])
+    console.print("planned, never run on the hardware that they are for:")
+    print_names(console, unproven)
 
 
 def print_names(console: Console, names: Sequence[str]) -> None:

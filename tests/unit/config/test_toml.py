@@ -311,6 +311,9 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the shipped ones are found from anywhere
     assert find("grpo_llama") == find("grpo_llama.toml") == config_file.SHIPPED / "grpo_llama.toml"
+    assert find("grpo_llama3_70b") == find("grpo_llama3_70b.toml") == config_file.PLANNED / "grpo_llama3_70b.toml"
+    (tmp_path / "mine.toml").write_text('base = "grpo_qwen3_32b"\n')
+    assert load(tmp_path / "mine.toml").model == load(find("grpo_qwen3_32b")).model
     (tmp_path / "grpo_llama.toml").touch()
     assert find("grpo_llama.toml") == Path("grpo_llama.toml")  # an existing path wins
     assert find(str(tmp_path / "grpo_llama.toml")) == tmp_path / "grpo_llama.toml"

@@ -80,7 +80,7 @@ def test_an_installed_wheel_runs_from_anywhere(wheel: Path, tmp_path: Path) -> N
     program = tmp_path / "venv/bin/titan_rl"
     assert "--config" in python(program, "--help", cwd=tmp_path)
     listed = set(python(program, "run", "--help", cwd=tmp_path).split())
-    assert {path.stem for path in (ROOT / "train_configs").glob("*.toml")} <= listed
+    assert {path.stem for path in (ROOT / "train_configs").rglob("*.toml")} <= listed
 
 
 def test_an_editable_install_runs_from_anywhere(source: Path, tmp_path: Path) -> None:
