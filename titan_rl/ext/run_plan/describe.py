@@ -77,6 +77,10 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     facts.append(("rate", rates(config)))
     if config.samples_rollouts:
         facts.append(("sampling", sampling(config)))
+    if config.evaluates:
+        facts.append(("evaluation", evaluation(config)))
+    if seen := outside(config):
+        facts.append(("outside", seen))
     changes = differences(setup.given, setup.resolved)
     unused = set() if shares_gpus(setup) else {"placement.sleep"}
     if autos := [f"{key} {as_text(now)}" for key, _, now in changes if key not in unused]:
@@ -205,6 +209,24 @@ def sampling(config: Config) -> str:
     if a.kind != "rl" or a.online_pairs:
         parts = parts[:5] if a.online_pairs else parts[4:5]
     return ", ".join(f"{key} {value:g}" for key, value, off in parts if value != off)
+
+
+def evaluation(config: Config) -> str:
+    """Return when the held-out problems and the sets are measured."""
+    interval = config.eval.interval
+    often = f"every {interval} steps, and" if interval else "only"
+    best = f"; best/ keeps the weights with the highest {config.eval.keep_best}" if config.eval.keep_best else ""
+    return f"{often} before the first and after the last step{best}"
+
+
+def outside(config: Config) -> str:
+    """Return who sees the run from outside, without the alert's destination, which may hold a secret."""
+    metrics, seen = config.metrics, list[str]()
+    if metrics.prometheus:
+        seen.append(f"Prometheus at {metrics.prometheus}")
+    if metrics.alert:
+        seen.append(f"alerts of {', '.join(metrics.alert_on)}")
+    return "; ".join(seen)
 
 
 def on_gpu(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,36 @@ def test_snapshots_that_exceed_a_hosts_memory_are_refused(
         in err
     )
     assert "besides its processes, found 256; fault.snapshot_interval = 0 needs 65.7 GiB" in err
+
+
+def test_the_plan_has_when_a_run_is_evaluated_and_who_sees_it_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = [
+        "--metrics.prometheus",
+        f"{port}",
+        "--metrics.alert",
+        "https://host/S3CRET",
+        "--metrics.alert_on",
+        "failed",
+    ]
+    flags += ["--eval.interval", "7", "--eval.keep_best", "eval/score", "--job.dump_folder", str(tmp_path / "dump")]
+    assert main(["--config", "grpo_llama", "--dry-run", *flags]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "every 7 steps, and before the first and after the last step; best/ keeps the weights with the highest" in out
+    )
+    assert f"outside Prometheus at {port}; alerts of failed" in out
+    assert "S3CRET" not in out
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(SystemExit) as stop:
+        main(["--config", "grpo_llama", "--dry-run", *flags])
+    assert stop.value.code == 2
+    refused = capsys.readouterr().err
+    assert (
+        f'metrics.prometheus: expected a free address of this host, found "{port}": Address already in use' in refused
+    )
 
 
 @pytest.mark.parametrize("name", slow_except(UNFETCHED, [name for name in shipped() if name not in GPU_CONFIGS]))
