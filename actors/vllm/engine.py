@@ -194,6 +194,12 @@ class Engine:
             args |= recorder.args
         self._adapters = settings.adapters
         args |= self._adapters.engine_args(args, on_cpu=on_cpu)
+        self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
+        self._drafts: Any = None
+        if settings.drafts != "none":
+            self._drafts = needed_part("drafts", "generator.drafts")(settings, self._in_vllm, on_cpu=on_cpu)
+            self._recorders.append(self._drafts)
+            args |= self._drafts.args
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         for recorder in self._recorders:
@@ -203,7 +209,6 @@ class Engine:
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
         self._refusals = (ValueError, VLLMClientError)  # raised by this file, and by vLLM's validation of requests
         self._open: dict[str, OpenRequest] = {}
-        self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._most_batches: int = config.max_concurrent_batches  # in flight between two steps, and one more
@@ -443,7 +448,7 @@ class Engine:
         return sums
 
     def stats(self) -> EngineStats:
-        return replace(self._stats)
+        return replace(self._stats, drafted=self._drafts.drafted if self._drafts else 0)
 
     def _serving(self, slot: int) -> int:
         if not 0 <= slot < len(self.versions):
@@ -476,6 +481,7 @@ class Engine:
                 assert isinstance(scores, FlatLogprobs), "flat_logprobs is asked for"
                 sample.context.extend(context_scores(scores))
         self._stats.tokens += count
+        self._stats.accepted += max(0, count - 1)
         sample.tokens.extend(delta.token_ids)
         assert isinstance(delta.logprobs, FlatLogprobs), "flat_logprobs is asked for"
         sample.logprobs.extend(delta.logprobs.logprobs)

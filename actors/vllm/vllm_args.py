@@ -11,7 +11,17 @@ from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"adapters", "replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "records", "quantization", "shape"}
+NOT_VLLMS = {
+    "adapters",
+    "drafts",
+    "replicas",
+    "kv_cache_memory_mb",
+    "sleeps",
+    "head_dtype",
+    "records",
+    "quantization",
+    "shape",
+}
 
 KEPT_LAYOUT = {"moe_backend": "triton"}
 """Arguments of an engine on a GPU that leave live parameters in the order of the weight plan. Other kernels of vLLM for

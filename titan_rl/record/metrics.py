@@ -175,6 +175,8 @@ def _update_metrics(stats: StepStats) -> dict[str, float]:
 def _engine_metrics(engines: Sequence[EngineStats], times: Mapping[str, float]) -> dict[str, float | np.floating]:
     sampling = np.array([engine.seconds for engine in engines])
     wall, train = times["time/step"], times["time/train"]
+    drafted, accepted = sum(e.drafted for e in engines), sum(e.accepted for e in engines)
+    drafts = {"engine/drafted_tokens": drafted, "engine/accepted_tokens": accepted} if drafted else {}
     return {
         "bubble/generator": _share(wall - sampling.mean(), wall),
         "overlap": _share(train + sampling.max() - wall, min(train, sampling.max())),
@@ -182,6 +184,7 @@ def _engine_metrics(engines: Sequence[EngineStats], times: Mapping[str, float]) 
         "engine/prefix_hit_rate": _share(sum(e.cached_tokens for e in engines), sum(e.prompt_tokens for e in engines)),
         "engine/recomputed_tokens": sum(e.recomputed for e in engines),
         "engine/imbalance": max(e.tokens for e in engines) * len(engines) / max(1, sum(e.tokens for e in engines)),
+        **drafts,
     }
 
 

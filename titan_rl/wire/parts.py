@@ -26,6 +26,7 @@ PARTS = {
     "control": "ext.control.steering:steered",
     "copies of states": "ext.snapshots.ranks.state_copy:StateCopy",
     "curriculum": "ext.curriculum.curriculum:Curriculum",
+    "drafts": "ext.drafts.ranks.drafts:Drafts",
     "environments": "ext.agents.bring_up:environments_of",
     "folder adapters": "ext.tinker.ranks.folder_adapters:FolderAdapters",
     "folders of policies": "ext.policies.planning:settle_policies",

@@ -45,6 +45,8 @@ class EngineStats:
     cached_tokens: int = 0  # prompt tokens read from the prefix cache
     read_tokens: int = 0  # whose keys and values were computed before a sample's first token
     recomputed: int = 0  # tokens whose keys and values new weights have dropped
+    drafted: int = 0  # tokens that were drafted (generator.drafts)
+    accepted: int = 0  # drafted tokens that were sampled
     max_batch: int = 0  # largest number of samples in one step
     seconds: float = 0.0  # in add and step
 

@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "broadcasts of trainers": {"weight_sync": {"transport": "broadcast"}},
     "context parallelism": {"parallelism": {"context_parallel_degree": 2}},
     "curriculum": {"curriculum": {"solved_visits": 2}},
+    "drafts": {"generator": {"drafts": "ngram"}},
     "kept batches": {"record": {"batches": 3}},
     "links of trainers": {"weight_sync": {"transport": "rdma"}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},

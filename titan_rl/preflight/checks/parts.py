@@ -96,6 +96,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("curriculum", "curriculum", lambda config: config.curriculum.on),
     ("column kept", "rollout.top_p, top_k or min_p", lambda config: config.rollout.truncates),
     ("column routes", "algorithm.routing_replay", lambda config: config.algorithm.routing_replay),
+    ("drafts", "generator.drafts", lambda config: config.generator.drafts != "none"),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
@@ -129,7 +130,11 @@ CHECKS: Sequence[tuple[str, Needs]] = (
 )
 """A module with `problems(config)` and `warnings(config)`, and whether a config needs its checks."""
 
-MODEL_CHECKS: Sequence[tuple[str, Needs]] = (("ext.adapters.checks", adapts), ("ext.opponents.pool_checks", opposes))
+MODEL_CHECKS: Sequence[tuple[str, Needs]] = (
+    ("ext.adapters.checks", adapts),
+    ("ext.opponents.pool_checks", opposes),
+    ("ext.drafts.checks", lambda config: config.generator.drafts != "none"),
+)
 """The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""
 
 
