@@ -22,7 +22,7 @@ def reasons_against(*, on_cpu: bool, ahead: bool, records: Sequence[str], shape:
     """Yield why an engine may not draft."""
     if not on_cpu:
         yield "drafts are unproven on GPUs, where vLLM's model runner V2 draws by another rule"
-    if ahead:
+    elif ahead:
         yield "generator.async_scheduling launches a step before the drafts of the last one are verified"
     if "kept" in records:
         yield "rollout.top_p, top_k and min_p record one token of a step"
