@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
@@ -33,24 +34,25 @@ def main() -> None:
     chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in texts]
     contexts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     wish = Sampling(int(count), float(temperature), stop_token_ids=(tokenizer.eos_token_id,))
-    room = {"max_model_len": 512, "kv_cache_memory_mb": 1024, "max_num_seqs": sequences}
-    engine = Engine(EngineSettings(model_dir=folder, load_format="auto", drafts=drafts, **room))
+    room: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_mb": 1024, "max_num_seqs": sequences}
+    engine = Engine(EngineSettings(model_dir=folder, load_format="auto", **{**room, "drafts": drafts}))
     engine.set_version(0)
     tokens = hashlib.sha256()
     for epoch in range(EPOCHS):
-        before, began, done = engine.stats(), time.perf_counter(), {}
+        before, began, used, done = engine.stats(), time.perf_counter(), time.process_time(), {}
         for i in range(PROMPTS * GROUP):
             names = (f"{epoch}.{i}", f"{epoch}.group{i // GROUP}")
             engine.add([Request(f"{i}", contexts[i // GROUP], [1000 * epoch + i], wish, affinity=names)])
         while engine.busy:
             done |= {each.id: each.completions[0].tokens for each in engine.step()}
         stats, seconds = engine.stats().since(before), time.perf_counter() - began
+        used = time.process_time() - used
         tokens.update(json.dumps(done, sort_keys=True).encode())
         taken = (stats.tokens - stats.accepted) / stats.tokens
         share = stats.accepted / max(1, stats.drafted)
         print(
             f"{drafts} epoch {epoch}: {stats.tokens} tokens, {taken:.2f} decode steps per token, {seconds:.1f} s, "
-            f"{stats.steps} steps of the engine, {stats.drafted} drafted, {share:.2f} of them accepted"
+            f"{used:.1f} CPU seconds, {stats.steps} steps of the engine, {stats.drafted} drafted, {share:.2f} accepted"
         )
     print(f"{drafts}: tokens {tokens.hexdigest()[:12]}")
     sys.stdout.flush()

@@ -154,8 +154,8 @@ class GeneratorSection:
     so each token has the version that sampled it. "auto": true on a GPU, unless engines record kept sets or experts
     (rollout.top_p, top_k, min_p, algorithm.routing_replay); false on a CPU."""
     drafts: Literal["none", "siblings", "ngram"] = "none"
-    """On a CPU: guess next tokens, and let a step sample all that it finds right; the samples are the same. "ngram":
-    from the sample's own text; "siblings": from earlier answers to its prompt, too (docs/operations.md)."""
+    """On a CPU: guess the next tokens of a sample and verify them in one step, without changing any token. "ngram":
+    by the sample's own text; "siblings": by earlier answers to its prompt, too (docs/clusters.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

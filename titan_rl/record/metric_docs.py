@@ -69,7 +69,7 @@ DOCS: dict[str, str] = {
     "engine/recomputed_tokens": "Tokens whose keys and values new weights made the engines compute again.",
     "engine/imbalance": "Tokens sampled by the busiest engine over the mean of all engines: 1 is even.",
     "engine/drafted_tokens": "Tokens that were drafted for the engines to verify (generator.drafts).",
-    "engine/accepted_tokens": "Drafted tokens that were sampled, each of which took no decode step of its own.",
+    "engine/accepted_tokens": "Drafted tokens that were sampled; each saved its sample a decode step.",
     "engine/training_seconds": "Seconds that the slowest trainer rank spent in the step.",
     "sync/seconds": "Wall seconds of the weight sync, measured by the controller.",
     "sync/bytes": "Bytes that all generator ranks read.",

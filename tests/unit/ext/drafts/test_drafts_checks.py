@@ -1,11 +1,13 @@
 """What generator.drafts refuses, in a config and when an engine is built."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.checked_configs import config
+from support.shapes import LLAMA_8B
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.ext.drafts.ranks.drafts import Drafts
 from titan_rl.preflight.checks import problems
@@ -49,6 +51,12 @@ def test_drafts_are_for_cpus(tmp_path: Path) -> None:
         ({"async_scheduling": True}, True, "generator.async_scheduling launches"),
         ({"records": ("kept",)}, True, "rollout.top_p, top_k and min_p record"),
         ({"records": ("routes",)}, True, "algorithm.routing_replay records"),
+        (
+            {"shape": replace(LLAMA_8B, recurrent_heads=2)},
+            True,
+            "the recurrent state of llama3 has read a refused draft",
+        ),
+        ({"shape": replace(LLAMA_8B, latent_dim=64)}, True, "drafts are unproven for the latent attention of llama3"),
     ],
 )
 def test_an_engine_that_could_not_draft_is_refused(settings: dict[str, Any], on_cpu: bool, why: str) -> None:

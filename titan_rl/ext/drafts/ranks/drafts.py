@@ -7,6 +7,7 @@ read the same prompt. Drafts decide how many steps a sample takes, and never its
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.vllm.engine import ColumnRecorder, EngineSettings, OpenRequest
@@ -47,7 +48,7 @@ class Answers:
 
 
 class Drafts(ColumnRecorder):
-    """Drafts for the samples of an engine, and keeps the answers of those that leave it if it drafts from siblings."""
+    """Drafts for the samples of an engine, and keeps answers if it drafts from siblings."""
 
     def __init__(
         self, settings: EngineSettings, samples: Mapping[str, tuple[OpenRequest, int]], *, on_cpu: bool
@@ -76,13 +77,13 @@ class Drafts(ColumnRecorder):
         return self._draws.drafted
 
     def left(self, id: str, open: OpenRequest, index: int, last: "CompletionOutput | None" = None) -> None:
-        if self._answers is not None:
+        if self._answers is not None and open.samples[index].tokens:
             answer = [*open.request.tokens[-MATCHED[0] :], *open.samples[index].tokens]
             self._answers.add(self._prompt(open.request), array("i", answer).tobytes())
 
     def propose(self, sampled: Sequence[Sequence[int]], lengths: "np.ndarray", tokens: "np.ndarray") -> list[list[int]]:
-        """Return a draft for each row of the batch, which has `sampled` tokens in this step: as far as it is allowed to
-        sample."""
+        """Return a draft for each row of the batch that has `sampled` a token in this step, no longer than the row may
+        sample on."""
         drafts = list[list[int]]()
         for row, own in enumerate(sampled):
             open, _ = self._samples[self._batch.req_ids[row].partition("-")[0]]  # vLLM adds a suffix to the id
@@ -98,9 +99,9 @@ class Drafts(ColumnRecorder):
         return next_tokens(answers, text, most) or next_tokens(text, text, most)
 
     def _prompt(self, request: Request) -> bytes:
-        """Return the context of the rollout's first turn, or of its group's."""
+        """Return the hash of the context of the rollout's first turn, or of its group's."""
         known = (self._prompts[name] for name in request.affinity if name in self._prompts)
-        prompt = next(known, None) or array("i", request.tokens).tobytes()
+        prompt = next(known, None) or sha256(array("i", request.tokens).tobytes()).digest()
         for name in request.affinity:
             self._prompts.setdefault(name, prompt)
         while len(self._prompts) > MOST_NAMES:

@@ -1,4 +1,4 @@
-"""Draws the tokens of a step that verifies drafts, so that they are those of steps without drafts.
+"""Draws the tokens of a step that verifies drafts: the same tokens as without any.
 
 vLLM's rejection sampler consumes random numbers by draft, so a seed would give other tokens with other drafts. Here
 each token is drawn from the model's distribution, as vLLM's sampler draws it, with the random numbers that come next
