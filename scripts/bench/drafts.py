@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/bench/drafts.py MODEL_FOLDER none|ngram|siblings NEW_TOKENS TEMPERATURE [SEQUENCES]
 
-Groups of 8 answer sums as grpo_smollm2 asks them (NEW_TOKENS 16), or explain them (more), three times, as in three
-epochs. At most SEQUENCES (64) are sampled at a time.
+Groups of 8 answer sums as grpo_smollm2 asks them (NEW_TOKENS 16), or explain them (more), twice, as in two epochs. At
+most SEQUENCES (32) are sampled at a time.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Request, Sampling
 
-EPOCHS, PROMPTS, GROUP = 3, 8, 8
+EPOCHS, PROMPTS, GROUP = 2, 4, 8
 
 
 def main() -> None:
     os.environ.update(ENV | vllm_cpu.ENV)
     folder, drafts, count, temperature, *rest = sys.argv[1:]
-    sequences = int(rest[0]) if rest else 64
+    sequences = int(rest[0]) if rest else 32
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -52,7 +52,8 @@ def main() -> None:
         share = stats.accepted / max(1, stats.drafted)
         print(
             f"{drafts} epoch {epoch}: {stats.tokens} tokens, {taken:.2f} decode steps per token, {seconds:.1f} s, "
-            f"{used:.1f} CPU seconds, {stats.steps} steps of the engine, {stats.drafted} drafted, {share:.2f} accepted"
+            f"{used:.1f} CPU seconds, {stats.steps} steps of the engine, {stats.drafted} drafted, {share:.2f} accepted",
+            flush=True,
         )
     print(f"{drafts}: tokens {tokens.hexdigest()[:12]}")
     sys.stdout.flush()

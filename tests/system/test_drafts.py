@@ -112,7 +112,14 @@ class Fuzz:
         else:
             which = rng.randrange(3)
             context, names = self._contexts[which][: rng.choice([6, 40])], (f"play{number}", f"group{which}")
-        wish = Sampling(rng.randrange(1, 50), rng.choice([0.0, 0.3, 0.3, 1.0]), stop_token_ids=rng.choice([STOPS, ()]))
+        wish = Sampling(
+            rng.randrange(1, 50),
+            rng.choice([0.0, 0.3, 0.3, 1.0]),
+            rng.choice([1.0, 1.0, 0.8]),
+            stop_token_ids=rng.choice([STOPS, ()]),
+            top_k=rng.choice([0, 0, 8]),
+            scores_context=rng.random() < 0.2,
+        )
         seeds = [rng.randrange(2**31) for _ in range(rng.choice([1, 3, 6]))]
         request = Request(f"r{number}", context, seeds, wish, affinity=names)
         version = len(self.weights) - 1
@@ -190,6 +197,7 @@ def check_tokens_and_versions_are_those_without_drafts(engines: list[Engine], mo
     for story, sample in fuzz.done:
         expected = fuzz.again(plain, story)
         assert (sample.tokens, sample.versions, sample.finish) == (expected.tokens, expected.versions, expected.finish)
+        assert [each.best for each in sample.context] == [each.best for each in expected.context]
         gaps += [abs(a - b) for a, b in zip(sample.logprobs, expected.logprobs, strict=True)]
     assert max(gaps) < TOLERANCE
     assert stats.tokens == plain.stats().tokens - before.tokens > 1000
@@ -244,3 +252,10 @@ def check_drafts_of_siblings_save_steps(engines: list[Engine]) -> None:
     assert after.accepted - before.accepted == 41 - (after.steps - before.steps)
     if os.environ[DRAFTS] == "siblings":
         assert after.accepted - before.accepted > 28  # of 40, at most four in a step
+
+
+def check_min_p_is_refused(engines: list[Engine]) -> None:
+    """vLLM applies it to no step that may verify drafts."""
+    engines[1].add([Request("a", CONTEXT, [0], Sampling(4, min_p=0.1))])
+    (done,) = engines[1].step()
+    assert "min_p" in done.refused
