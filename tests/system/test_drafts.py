@@ -24,7 +24,7 @@ from titan_rl.wire.types import Completion, Request, Sampling
 DRAFTS, ROOM = "DRAFTS", "ROOM"
 STEPS = 110
 STOPS = (2, 3)
-LEAST = {"ngram": 5, "siblings": 50}  # accepted drafts of random weights
+LEAST = {"ngram": 3, "siblings": 20}  # accepted drafts of random weights
 TOLERANCE = 1e-4  # of log-probs at temperatures down to 0.3, from logits up to 30
 
 

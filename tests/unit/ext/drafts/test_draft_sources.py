@@ -18,7 +18,7 @@ def expected_tokens(history: list[int], text: list[int], most: int) -> list[int]
         tail = text[-matched:]
         for begin in range(len(history) - 1 - len(tail), -1, -1):
             if history[begin : begin + len(tail)] == tail:
-                found = history[begin + len(tail) : begin + len(tail) + most]
+                found = history[begin + len(tail) : begin + len(tail) + min(most, matched)]
                 return found[: found.index(-1)] if -1 in found else found
     return []
 

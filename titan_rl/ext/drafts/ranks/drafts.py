@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput
 
 DRAFTED = 4  # most tokens of a draft
-MATCHED = (8, 4, 2)  # how many last tokens an occurrence has, the best first
+MATCHED = (8, 4, 2)  # how many last tokens of a sample are looked for, the best first
 MOST_BYTES, MOST_OF_PROMPT = 1 << 26, 1 << 17  # of answers kept
 MOST_NAMES = 1 << 16  # of rollouts and groups
 SIZE = 4  # bytes of a token
@@ -110,7 +110,8 @@ class Drafts(ColumnRecorder):
 
 
 def next_tokens(history: bytes, text: bytes, most: int) -> list[int]:
-    """Return up to `most` tokens that followed the text's last tokens in a history, which may be the text."""
+    """Return up to `most` tokens that followed the text's last tokens in a history, which may be the text. They are no
+    more than the tokens that were equal, as drafts after a short match are seldom right."""
     for matched in MATCHED:
         tail, end = text[-SIZE * matched :], len(history) - SIZE  # something follows
         found = history.rfind(tail, 0, end)
@@ -118,7 +119,7 @@ def next_tokens(history: bytes, text: bytes, most: int) -> list[int]:
             found = history.rfind(tail, 0, found + len(tail) - 1)
         if found >= 0:
             begin = found + len(tail)
-            return array("i", history[begin : begin + SIZE * most].partition(END)[0]).tolist()
+            return array("i", history[begin : begin + SIZE * min(most, matched)].partition(END)[0]).tolist()
     return []
 
 
