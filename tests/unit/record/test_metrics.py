@@ -18,7 +18,7 @@ from titan_rl.kernels.surrogate import Surrogate
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import fit_metrics, step_metrics, step_times
-from titan_rl.wire.reports import StepStats, SyncStats
+from titan_rl.wire.reports import EngineStats, StepStats, SyncStats
 from titan_rl.wire.types import Batch, Branch, Completion, Finish, Group, Prompt, Rollout, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
@@ -73,6 +73,13 @@ def test_every_key_of_a_step_is_documented() -> None:
         assert logged.keys() <= DOCS.keys()
         assert fit_metrics(stats, LAP, scores={EVAL_SCORE: 0.5}).keys() <= DOCS.keys()
     assert {"value/loss", "value/grad_norm", "value/lr", "time/eval", "time/save", "dropped/truncated"} <= DOCS.keys()
+
+
+def test_drafts_of_all_engines_are_counted() -> None:
+    engines = {"0": EngineStats(drafted=5, accepted=2), "1": EngineStats(drafted=4, accepted=1)}
+    logged = step_metrics(3, GROUPS, STATS, replace(SYNC, engines=engines), TIMES)
+    assert (logged["engine/drafted_tokens"], logged["engine/accepted_tokens"]) == (9, 3)
+    assert logged.keys() <= DOCS.keys()
 
 
 def test_only_occasional_keys_are_missing_from_a_plain_step() -> None:
