@@ -1,11 +1,15 @@
 """Tic-tac-toe: three in a row win. A player reads the board and replies with the number of a free square.
 
-    x..   o to move: "x..o.....?" -> "5"         squares are 1 2 3
+    x..   o to move: "o..x.....?" -> "5"         squares are 1 2 3
     o..                                                      4 5 6
     ...                                                      7 8 9
 
-Who names no free square moves at random, in self-play for a fine, so that random weights play at random. In the
-held-out games one player is perfect, or moves at random.
+Its own marks are x to both players, and each board replaces what it has read before. Training games begin after some
+random moves, because who always begins with an empty board rarely meets most of the others. A row's answer is a random
+move: the cold start teaches the rules, and nothing about which moves are good.
+
+Who names no free square moves at random, in self-play for a fine. In the held-out games one player is perfect, or moves
+at random.
 """
 
 import random
@@ -13,47 +17,53 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from titan_rl.ext.agents.adapters import Conversation
 from titan_rl.ext.agents.episodes import Reply, Step
 
 SEATS = ("x", "o")
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 EMPTY = "." * 9
-ROWS = 4000
-FINE = 0.25  # for a move to a square that is not free
+ROWS = 10_000
+MOVED = 7  # most random moves before a training game
+FINE = 1.0  # for a move to a square that is not free
 OPPONENTS = ("perfect", "random")
 AGAINST = [(opponent, seat) for opponent in OPPONENTS for seat in SEATS]  # in the order of the held-out games
 
 
 def games(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows of self-play to train on, and rows to evaluate on, against each opponent from each seat."""
-    plain = {"question": "", "answer": ""}
-    heldout = [
-        {
-            **plain,
-            "game": n,
-            "opponent": opponent,
-            "opponent_seat": seat,
-        }
-        for n in range(eval_size)
-        for opponent, seat in [AGAINST[n % len(AGAINST)]]
-    ]
-    return [
-        {
-            **plain,
-            "game": n,
-            "opponent": "",
-            "opponent_seat": "",
-        }
-        for n in range(ROWS)
-    ], heldout
+    draws = random.Random(seed)
+    heldout = [_row(n, EMPTY, *AGAINST[n % len(AGAINST)], draws) for n in range(eval_size)]
+    return [_row(n, _begun(draws), "", "", draws) for n in range(ROWS)], heldout
+
+
+def _row(n: int, board: str, opponent: str, opponent_seat: str, draws: random.Random) -> dict[str, Any]:
+    return {
+        "question": shown(board),
+        "answer": str(draws.choice(free(board)) + 1),
+        "game": n,
+        "board": board,
+        "opponent": opponent,
+        "opponent_seat": opponent_seat,
+    }
+
+
+def _begun(draws: random.Random) -> str:
+    """Return the board after up to MOVED random moves that have not ended the game."""
+    board = EMPTY
+    for _ in range(draws.randint(0, MOVED)):
+        board = _after(board, draws.choice(free(board)))
+        if over(board):
+            return _begun(draws)
+    return board
 
 
 class TicTacToe:
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | Conversation:
         self._opponent, self._opponent_seat = row["opponent"], row["opponent_seat"]
-        self._board, self._draws = EMPTY, random.Random(seed)
+        self._board, self._draws = row["board"], random.Random(seed)
         self._answer()
-        return self._shown()
+        return self._read() if self._board != row["board"] else ""  # the prompt has the row's board
 
     def to_move(self) -> str:
         return mover(self._board)
@@ -66,7 +76,7 @@ class TicTacToe:
         fine = -FINE if illegal and not self._opponent else 0.0
         info: dict[str, Any] = {"illegal": float(illegal)}
         if not over(self._board):
-            return Step(self._shown(), fine, info=info)
+            return Step(self._read(), fine, info=info)
         won = winner(self._board)
         scores = {seat: 0.0 if not won else 1.0 if seat == won else -1.0 for seat in SEATS}
         if self._opponent:
@@ -77,7 +87,7 @@ class TicTacToe:
         return Step("", fine, True, {**info, "seats": scores})
 
     def _play(self, move: int) -> None:
-        self._board = self._board[:move] + mover(self._board) + self._board[move + 1 :]
+        self._board = _after(self._board, move)
 
     def _answer(self) -> None:
         """Make the opponent's move, if the game has one and it is its turn."""
@@ -85,8 +95,14 @@ class TicTacToe:
             moves = best_moves(self._board) if self._opponent == "perfect" else free(self._board)
             self._play(self._draws.choice(moves))
 
-    def _shown(self) -> str:
-        return f"{self._board}?"
+    def _read(self) -> Conversation:
+        return Conversation([{"role": "user", "content": shown(self._board)}])
+
+
+def shown(board: str) -> str:
+    """Return what the player to move reads, whose own marks are x."""
+    own = board if mover(board) == "x" else board.translate(str.maketrans("xo", "ox"))
+    return f"{own}?"
 
 
 def mover(board: str) -> str:

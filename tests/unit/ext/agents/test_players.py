@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -189,13 +190,29 @@ def test_a_perfect_player_never_loses_tic_tac_toe() -> None:
 
 
 def test_tic_tac_toe_is_played_by_two_and_against_a_perfect_player(tmp_path: Path) -> None:
-    rows = [{"opponent": "", "opponent_seat": ""}, {"opponent": "perfect", "opponent_seat": "o"}]
+    rows = [{"board": "x........", "opponent": "", "opponent_seat": ""}]
+    rows += [{"board": tic_tac_toe.EMPTY, "opponent": "perfect", "opponent_seat": "o"}]
+    prompts = [prompt_of(tic_tac_toe.shown(row["board"]), row) for row in rows]
     with playing("titan_rl.ext.agents.tic_tac_toe:TicTacToe", tmp_path, seats=Seats(tic_tac_toe.SEATS)) as played:
-        own, lost = played.play([prompt_of("", row) for row in rows], lambda id, turn: ("14253", "11111")[id][turn])
-        assert list(played.seats[0]) == ["x", "o", "x", "o", "x"]
-        assert said(played)[2] == ("x", ".........?1x..o.....?")
+        own, lost = played.play(prompts, lambda id, turn: ("4253", "11111")[id][turn])
+        boards = ["o........?", "x..o.....?", "oo.x.....?", "xx.oo....?"]
+        assert said(played) == list(zip("oxox", boards, strict=True)), "a board replaces the last; x is who reads it"
     assert (dict(own.seats), own.metrics) == ({"x": 1.0, "o": -1.0}, {"illegal": 0.0})
-    assert list(own.turn_rewards) == [0.0] * 5
+    assert list(own.turn_rewards) == [0.0] * 4
     assert lost.metrics["illegal"] > 0, "the square is taken in the second turn"
     assert (lost.metrics["perfect_won"], sum(lost.metrics.values())) == (0.0, lost.metrics["illegal"] + 1)
     assert dict(lost.seats) == {"x": -lost.metrics["perfect_lost"]}
+
+
+def test_games_of_tic_tac_toe_begin_on_any_board_and_are_taught_by_random_moves() -> None:
+    rows, heldout = tic_tac_toe.games(seed=3, eval_size=8)
+    answers = defaultdict[str, set[int]](set)
+    for row in rows:
+        assert not tic_tac_toe.over(row["board"])
+        answers[row["board"]].add(int(row["answer"]) - 1)
+    assert all(moves <= {*tic_tac_toe.free(board)} for board, moves in answers.items())
+    assert answers[tic_tac_toe.EMPTY] == {*range(9)}
+    assert {len(tic_tac_toe.free(board)) for board in answers} == {*range(9 - tic_tac_toe.MOVED, 10)}
+    assert {(row["board"], row["opponent"]) for row in heldout} == {
+        (tic_tac_toe.EMPTY, opponent) for opponent in tic_tac_toe.OPPONENTS
+    }
