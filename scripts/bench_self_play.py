@@ -77,15 +77,27 @@ def measured(game: str, seed: int) -> list[dict[str, str]]:
     ]
 
 
-def plot(rows: Sequence[Mapping[str, str]]) -> str:
-    """Draw the exploitability of every run of Kuhn poker."""
-    own = [row for row in rows if row["measure"] == "exploitability"]
+PLOTS = {
+    "kuhn": ("self_play", "Kuhn poker: exploitability", {"exploitability": False}),
+    "tic_tac_toe": (
+        "self_play_tic_tac_toe",
+        "Tic-tac-toe: shares of held-out games",
+        {"perfect: drawn": False, "random: won": True},
+    ),
+}
+"""The file of each game, its title, and its measures; True: dashed."""
+
+
+def plot(title: str, measures: Mapping[str, bool], rows: Sequence[Mapping[str, str]]) -> str:
+    """Draw measures of every run of a game."""
+    own = [row for row in rows if row["measure"] in measures]
     curves = [{int(s): float(v) for s, v in (p.split(":") for p in row["curve"].split())} for row in own]
     axes = Axes(most=max(map(max, curves)), floor=0.0)
-    drawn = axes.grid(f"Kuhn poker: exploitability by step, {len(own)} runs", "step")
+    drawn = axes.grid(f"{title} by step", "step")
     for place, (row, curve) in enumerate(zip(own, curves, strict=True)):
-        look = look_of(COLORS[place % len(COLORS)])
-        drawn += [axes.line(curve, look), *legend(place, f"seed {row['seed']}", look)]
+        look = look_of(COLORS[(int(row["seed"]) - 1) % len(COLORS)], dashed=measures[row["measure"]])
+        words = f"seed {row['seed']}" + (f", {row['measure']}" if len(measures) > 1 else "")
+        drawn += [axes.line(curve, look), *legend(place, words, look)]
     return svg(drawn)
 
 
@@ -104,7 +116,9 @@ def main() -> None:
                 append_rows(a.csv, [row | ran_on() for row in rows])
                 for row in rows:
                     print(f"{game}, seed {seed}: {row['measure']} {row['start']} -> {row['final']}", flush=True)
-    a.csv.with_suffix(".svg").write_text(plot(csv_rows(a.csv)))
+    for game, (file, title, measures) in PLOTS.items():
+        if rows := [row for row in csv_rows(a.csv) if row["game"] == game]:
+            a.csv.with_name(f"{file}.svg").write_text(plot(title, measures, rows))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Tic-tac-toe: three in a row win. A player reads the board and replies with the number of a free square.
 
-    x..   o to move: "o..x.....?" -> "5"         squares are 1 2 3
+    x..   x to move: "a23u56789?" -> "5"         squares are 1 2 3
     o..                                                      4 5 6
     ...                                                      7 8 9
 
-Its own marks are x to both players, and each board replaces what it has read before. Training games begin after some
-random moves, because who always begins with an empty board rarely meets most of the others. A row's answer is a random
-move: the cold start teaches the rules, and nothing about which moves are good.
+A free square is shown by its number, the player's own marks by the letters a to i, the other's by r to z: a letter for
+each square, because a small model reads which tokens there are long before it reads where. Each board replaces what the
+player has read before. Training games begin after some random moves, because who always begins with an empty board
+rarely meets most of the others. A row's answer is a random move: the cold start teaches the rules, and nothing about
+which moves are good.
 
 Who names no free square moves at random, in self-play for a fine. In the held-out games one player is perfect, or moves
 at random.
@@ -100,9 +102,9 @@ class TicTacToe:
 
 
 def shown(board: str) -> str:
-    """Return what the player to move reads, whose own marks are x."""
-    own = board if mover(board) == "x" else board.translate(str.maketrans("xo", "ox"))
-    return f"{own}?"
+    """Return what the player to move reads."""
+    letters = {".": "123456789", mover(board): "abcdefghi"}
+    return "".join(letters.get(mark, "rstuvwxyz")[at] for at, mark in enumerate(board)) + "?"
 
 
 def mover(board: str) -> str:

@@ -195,8 +195,8 @@ def test_tic_tac_toe_is_played_by_two_and_against_a_perfect_player(tmp_path: Pat
     prompts = [prompt_of(tic_tac_toe.shown(row["board"]), row) for row in rows]
     with playing("titan_rl.ext.agents.tic_tac_toe:TicTacToe", tmp_path, seats=Seats(tic_tac_toe.SEATS)) as played:
         own, lost = played.play(prompts, lambda id, turn: ("4253", "11111")[id][turn])
-        boards = ["o........?", "x..o.....?", "oo.x.....?", "xx.oo....?"]
-        assert said(played) == list(zip("oxox", boards, strict=True)), "a board replaces the last; x is who reads it"
+        boards = ["r23456789?", "a23u56789?", "rs3d56789?", "ab3uv6789?"]
+        assert said(played) == list(zip("oxox", boards, strict=True)), "a board replaces the last"
     assert (dict(own.seats), own.metrics) == ({"x": 1.0, "o": -1.0}, {"illegal": 0.0})
     assert list(own.turn_rewards) == [0.0] * 4
     assert lost.metrics["illegal"] > 0, "the square is taken in the second turn"
