@@ -46,6 +46,7 @@ SECTIONS = {
     "curriculum": "which problems come again, and when",
     "rollout": "how many answers are sampled, how long, how hot, how old",
     "environment": "your environment or tools, and its limits",
+    "opponents": "who plays against the policy in environment.seats",
     "sandbox": "limits of code that the model writes",
     "algorithm": "the preset, and each of its parts",
     "reference": "the frozen model of the KL penalty",
