@@ -74,7 +74,7 @@ class AgentRollout:
         self._contexts.close(line, turn, completion.tokens)
         return Sampled(completion.tokens, completion.finish, turn, completion.logprobs if logprobs else ())
 
-    async def _complete(self, turn: int, context: list[int], most: int) -> Completion:
+    async def _complete(self, turn: int, context: list[int], most: int, seat: str) -> Completion:
         await asyncio.sleep(0)
         said = self._answers(context)
         tokens = said[:most]

@@ -165,7 +165,8 @@ def a_forged_opponent_is_found(run: Run, tmp_path: Path) -> None:
     ids=["bfloat16_lag_two_engines", "streamed", "role_mean"],
 )
 def test_opponents_beside_other_features(runs: Runs, tmp_path: Path, keys: dict[str, Any]) -> None:
-    run = runs.finish(tmp_path / "run", "kuhn_llama", **FEW | {"training__steps": 6} | keys)
+    together: dict[str, Any] = FEW | {"training__steps": 6} | keys
+    run = runs.finish(tmp_path / "run", "kuhn_llama", **together)
     assert trained_on(run) == own_tokens(run)
     assert audit(run.folder)[0] == []
     lines = run.lines("metrics.jsonl")
@@ -174,10 +175,11 @@ def test_opponents_beside_other_features(runs: Runs, tmp_path: Path, keys: dict[
 
 
 def test_another_runs_adapter_takes_a_seat_in_training_and_in_held_out_episodes(runs: Runs, tmp_path: Path) -> None:
-    other = runs.finish(tmp_path / "other", "kuhn_llama", **FEW | {"training__steps": 2, "opponents__pool": "[]"} | OFF)
+    alone: dict[str, Any] = FEW | {"training__steps": 2, "opponents__pool": "[]"} | OFF
+    other = runs.finish(tmp_path / "other", "kuhn_llama", **alone)
     folder = tmp_path / "other_player"
     shutil.copytree(other.folder / "hf" / "adapter", folder)
-    keys = {
+    keys: dict[str, Any] = {
         "opponents__pool": json.dumps([str(folder)]),
         "opponents__seats": '["second"]',
         "opponents__held_out": str(folder),
@@ -185,8 +187,10 @@ def test_another_runs_adapter_takes_a_seat_in_training_and_in_held_out_episodes(
         "eval__size": 8,
         "training__steps": 3,
         "eval__interval": 1,
+        "opponents__share": 1,
     }
-    run = runs.finish(tmp_path / "run", "kuhn_llama", **FEW | keys | {"opponents__share": 1})
+    together: dict[str, Any] = FEW | keys
+    run = runs.finish(tmp_path / "run", "kuhn_llama", **together)
     assert {json.dumps(line["opponents"]) for line in run.lines("rollouts.jsonl")} == {'{"second": "other_player"}'}
     assert trained_on(run) == own_tokens(run)
     assert audit(run.folder)[0] == []
