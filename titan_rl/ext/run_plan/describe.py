@@ -74,6 +74,8 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
+        if config.opponents.pool:
+            facts.append(("opponents", opponents(config)))
     facts.append(("rate", rates(config)))
     if config.samples_rollouts:
         facts.append(("sampling", sampling(config)))
@@ -329,6 +331,15 @@ def generators(setup: Setup) -> MeshRow:
     if setup.device == "cuda" and setup.config.debug.deterministic:
         holds += ", batch-invariant kernels"
     return MeshRow("generator", procs, layout, device(setup, "generator"), g.dtype, holds)
+
+
+def opponents(config: Config) -> str:
+    o, slots = config.opponents, config.opponent_slots
+    drawn = {"even": "drawn evenly", "hard": "drawn by how often they win"}[o.weighting]
+    return (
+        f"{', '.join(o.pool)}; {drawn}, in {o.share:.0%} of the groups; adapters kept every {o.interval} steps, "
+        f"{slots} more slots in engines"
+    )
 
 
 def environments(config: Config) -> MeshRow:

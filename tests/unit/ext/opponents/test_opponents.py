@@ -20,6 +20,7 @@ from titan_rl.config.sections import Config, EnvironmentSection, OpponentsSectio
 from titan_rl.ext.adapters.layers import PEFT_CONFIG, PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.ext.opponents.opponents import FIRST_RATING, Opponents, result, steps_ago
 from titan_rl.preflight.checks import problems
+from titan_rl.run import main
 from titan_rl.wire.types import NEWEST, Branch, Completion, Group, Prompt, Rollout, Turn
 
 SEATS = ["black", "white"]
@@ -215,3 +216,10 @@ def test_groups_in_flight_have_no_more_opponents_than_engines_have_slots(seed: i
         asyncio.run(opponents.keep(step))
         names.append({o.name for entry in pool for o in opponents._entry(entry)})
         assert len(set[str]().union(*names[-1 - lag :])) <= opponents._config.most_at_once(lag + 1)
+
+
+def test_the_plan_shows_the_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lora.rank", "8", "--opponents.pool", '["start", "history"]', "--opponents.share", "0.5"]
+    main(["--config", "kuhn_llama", "--dry-run", "--job.dump_folder", str(tmp_path / "run"), *flags])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "opponents start, history; drawn evenly, in 50% of the groups; adapters kept every 10 steps, 9 more" in shown
