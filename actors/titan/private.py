@@ -71,24 +71,18 @@ __all__ = [
 def update_from_config(model: Any, config: Any) -> None:
     """Fill sharding and limits of a model's config from `config`, without importing torchtitan.trainer.
 
-    If TorchTitan imports it, an empty module takes its place for that time. With docs/upstream/config-without-trainer
-    it does not import it."""
+    An empty module takes its place for that time. TorchTitan solved it after 0.3 (docs/upgrades.md)."""
     name = "torchtitan.trainer"
     if name in sys.modules:
         model.update_from_config(config=config)
         return
-    modules: dict[str, Any] = sys.modules
-    modules[name] = None  # an import of it raises an error
+    empty = cast("Any", ModuleType(name))
+    empty.Trainer = type("Trainer", (), {"Config": type("Config", (), {})})
+    sys.modules[name] = empty
     try:
         model.update_from_config(config=config)
-    except ModuleNotFoundError as error:  # raised before anything is updated
-        if error.name != name:
-            raise
-        modules[name] = empty = cast("Any", ModuleType(name))
-        empty.Trainer = type("Trainer", (), {"Config": type("Config", (), {})})
-        model.update_from_config(config=config)
     finally:
-        del modules[name]
+        del sys.modules[name]
 
 
 def forget_shardings() -> bool:
