@@ -116,6 +116,11 @@ class Contribution:
                 source += added + removed
         return source, tests
 
+    def diffstat(self) -> str:
+        """Return how many files the patches touch, and how many lines they add and remove."""
+        added, removed = map(sum, zip(*changes(self.patches).values(), strict=True))
+        return f"{len(changes(self.patches))} files, +{added} -{removed}"
+
 
 def contributions() -> dict[str, Contribution]:
     """Return all contributions by name."""

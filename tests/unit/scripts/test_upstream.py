@@ -46,6 +46,14 @@ def test_the_page_has_the_table_of_lines_that_go_here() -> None:
     assert upstream.lines_table() in (upstream.FOLDER / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_page_has_each_contribution_once_in_the_order_of_sending() -> None:
+    page = (upstream.FOLDER / "README.md").read_text(encoding="utf-8")
+    order = page.partition("## Sending order")[2].partition("\n## ")[0]
+    for name, each in KNOWN.items():
+        assert order.count(f"**[{each.title}]({name}/README.md)**") == 1
+        assert f"{each.diffstat()}; `scripts/upstream {name}" in order
+
+
 def test_changes_apply_to_the_installed_packages_or_the_command_names_those_that_do_not() -> None:
     done = command("--check")
     assert done.returncode in (0, 1), done.stderr
