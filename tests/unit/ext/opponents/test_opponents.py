@@ -219,7 +219,16 @@ def test_groups_in_flight_have_no_more_opponents_than_engines_have_slots(seed: i
 
 
 def test_the_plan_shows_the_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--lora.rank", "8", "--opponents.pool", '["start", "history"]', "--opponents.share", "0.5"]
+    flags = [
+        "--hosts.isolation",
+        "off",
+        "--lora.rank",
+        "8",
+        "--opponents.pool",
+        '["start", "history"]',
+        "--opponents.share",
+        "0.5",
+    ]
     main(["--config", "kuhn_llama", "--dry-run", "--job.dump_folder", str(tmp_path / "run"), *flags])
     shown = " ".join(capsys.readouterr().out.split())
     assert "opponents start, history; drawn evenly, in 50% of the groups; adapters kept every 10 steps, 9 more" in shown
