@@ -84,7 +84,7 @@ def test_log_probs_gradients_and_export_are_transformers(
     for text, ours in zip(texts, scored, strict=True):
         ids = torch.tensor([text])
         expected = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        np.testing.assert_allclose(ours[1:], expected.detach().numpy(), atol=5e-5)
+        np.testing.assert_allclose(ours[1:], expected.detach().numpy(), atol=1e-4)
         expected.sum().backward()
     (batch,) = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=1, pad_id=0)
     for rows in batch.microbatches:
