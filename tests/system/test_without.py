@@ -17,8 +17,9 @@ def without(*arguments: str, seconds: float) -> None:
     assert done.stdout.splitlines()[-1].endswith(": trained, resumed, recovered and exported")
 
 
+@pytest.mark.timeout(1100)
 def test_the_core_alone_trains_resumes_recovers_and_exports() -> None:
-    without("--all", "--no-tests", seconds=500)
+    without("--all", "--no-tests", seconds=1000)
 
 
 @pytest.mark.slow
