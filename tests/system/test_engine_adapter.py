@@ -203,4 +203,4 @@ def check_an_engine_without_its_adapter_serves_nothing(trainer: Trainer) -> None
     trainer.engine._llm.apply_model(lambda model: model.lora_manager.remove_all_adapters())
     with pytest.raises(RuntimeError, match="expected adapters 1 to 1 in vLLM's slots, in order, found"):
         trainer.engine.set_version(2)
-    trainer.engine._llm.apply_model(vllm_adapter.put_zeros)
+    trainer.engine._llm.apply_model(partial(vllm_adapter.put_zeros, slots=1))
