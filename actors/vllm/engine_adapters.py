@@ -43,8 +43,8 @@ class EngineAdapters:
 
 
 def engine_adapters(lora: LoraSection | None, shape: ModelShape, policies: int, opponents: int = 0) -> EngineAdapters:
-    """Return slots for the adapters of all policies, and of as many `opponents` at the same time. Without `lora` vLLM
-    applies none."""
+    """Return slots for the adapters of all policies, and for this number of `opponents`. Without `lora` vLLM applies
+    none."""
     if lora is None:
         return EngineAdapters(slots=policies)
     return needed_part("adapters of engines", "lora.rank")(lora, shape, slots=policies, opponents=opponents)

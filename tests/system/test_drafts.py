@@ -45,7 +45,7 @@ class Event(NamedTuple):
 class Story:
     """A sample of the drafting engine."""
 
-    request: Request  # of this sample alone
+    request: Request  # asks for this sample only
     version: int
     events: list[Event] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ def kind() -> Any:
 
 
 class Fuzz:
-    """Disturbs the drafting engine, and remembers what each sample met."""
+    """Disturbs the drafting engine, and remembers the disturbances of each sample."""
 
     def __init__(self, engine: Engine, models: list[Any], seed: int) -> None:
         self.engine, self.models, self.rng = engine, models, random.Random(seed)

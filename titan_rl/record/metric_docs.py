@@ -3,9 +3,9 @@
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Environments may report numbers, whose means are "environment/NAME".
 "reward_part/NAME" is the mean of a component of the reward, or of the grader, "reward_seat/NAME" the mean reward of a
-player (environment.seats), without its opponents'. "elo/policy" is the policy's rating, "elo/ENTRY" that of an entry of
-opponents.pool, and "won_against/ENTRY" the share of the latest games against it that the policy won (half of a draw). A
-set of [eval.sets] logs
+player (environment.seats), without its opponents'. "elo/policy" is the policy's rating, "elo/ENTRY" the rating of an
+entry of opponents.pool, and "won_against/ENTRY" the share of the latest games against it that the policy won (half of a
+draw). A set of [eval.sets] logs
 "eval/NAME/avg@K" and "eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length"
 (docs/operations.md).
 """

@@ -74,7 +74,7 @@ class Opponents:
         return {"kept": kept, "won": self._won, "ratings": self._ratings, "rating": self._rating}
 
     async def keep(self, step: int) -> None:
-        """Write the trainers' adapters, which are those of `step`, if they are due."""
+        """Write the trainers' adapters, made by `step`, if they are due."""
         self._step = step
         if step in self._kept or (step % self._config.interval and self._kept):
             return

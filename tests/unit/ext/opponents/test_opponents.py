@@ -27,7 +27,7 @@ SEATS = ["black", "white"]
 
 
 class Writer(SimpleNamespace):
-    """Trainers whose adapters are as many bytes as the step that they have made."""
+    """Trainers whose adapters have one byte for each step."""
 
     step = 0
 

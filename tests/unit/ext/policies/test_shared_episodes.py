@@ -1,4 +1,4 @@
-"""Policies that play the same episodes: each is played once, whatever the order in which policies ask."""
+"""Policies that play the same episodes: each is played once, in any order of requests."""
 
 import asyncio
 import random
@@ -78,7 +78,7 @@ def test_a_policy_that_does_not_come_is_named() -> None:
         asyncio.run(two())
 
 
-def test_a_cast_counts_as_opponents_and_not_in_the_reward() -> None:
+def test_a_rollout_without_other_policies_has_no_opponents() -> None:
     player = Seated("white", random.Random(0), Counter())
     cast: Cast = {}
     assert player.rollout_of(Played("p", [], Outcome(), 1), cast).opponents == {}
