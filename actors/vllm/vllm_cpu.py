@@ -16,10 +16,15 @@ ENV: dict[str, str] = {
 """Launch environment of a CPU generator, on top of launch_env.ENV."""
 
 
+# Given AMX, vLLM would choose a backend that takes bfloat16 only and packs weights when they are loaded, so that a sync
+# would not reach them. Models without latent attention ignore this setting.
+LATENT_ATTENTION: dict[str, Any] = {"attention_backend": "CPU_MLA"}
+
+
 def engine_args() -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs that a CPU needs."""
     # Without chunks a prefill waits until it fits into one step.
-    return {"enable_chunked_prefill": False} if draws_for_parts() else {}
+    return LATENT_ATTENTION | ({"enable_chunked_prefill": False} if draws_for_parts() else {})
 
 
 def draws_for_parts() -> bool:

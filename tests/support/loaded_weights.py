@@ -76,7 +76,7 @@ def compare_with_vllm(folder: str, tp: int | str, rank: int | str) -> None:
     tp, rank = int(tp), int(rank)
     dtype = torch.float32 if on_cpu else torch.bfloat16
 
-    layout: Any = {} if on_cpu else KEPT_LAYOUT
+    layout: Any = vllm_cpu.LATENT_ATTENTION if on_cpu else KEPT_LAYOUT
 
     named, integers = ("float32", torch.int32) if on_cpu else ("bfloat16", torch.int16)
 

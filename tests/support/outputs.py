@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from support.running import RunFiles, Runs
 
@@ -28,9 +29,26 @@ def sampled(run: RunFiles) -> list[tuple[int, int, list[int], list[float]]]:
 
 
 def same(run: RunFiles, other: RunFiles) -> bool:
-    """Return True if two runs have computed the same: losses and sampled tokens, to the last bit."""
-    kinds = ("cold_start", "rl")
-    return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)
+    """Return True if two runs have computed the same: losses and sampled tokens, to the last bit. Print where the
+    first difference is."""
+    return all(
+        _equal(what, found, expected)
+        for what, found, expected in (
+            ("losses of the cold start", losses(run, "cold_start"), losses(other, "cold_start")),
+            ("losses", losses(run), losses(other)),
+            ("rollouts", sampled(run), sampled(other)),
+        )
+    )
+
+
+def _equal(what: str, found: list[Any], expected: list[Any]) -> bool:
+    if found == expected:
+        return True
+    rows = zip(found, expected, strict=False)
+    first = next((i for i, (one, two) in enumerate(rows) if one != two), min(len(found), len(expected)))
+    print(f"{what}: {len(found)} and {len(expected)}; the first difference is at {first}:")
+    print(*found[first : first + 1], *expected[first : first + 1], sep="\n")
+    return False
 
 
 def shared_memory() -> set[Path]:

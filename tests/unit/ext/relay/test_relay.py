@@ -20,7 +20,7 @@ from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 
 ROWS, COLS, FROZEN = 48, 16, 24
-SECONDS, PATIENCE = 20.0, 0.2
+SECONDS = 20.0
 
 
 class Slice:
@@ -103,7 +103,9 @@ class Meshes:
         packed = [staging.pack(self.serial, self.serial % 2, self.serial) for staging in self.staging]
         return [[runs[r] for runs in packed] for r in range(2)]
 
-    def pull(self, before: dict[str, str], *, tell: bool = True, offers: Any = None) -> dict[str, list[ReaderCost]]:
+    def pull(
+        self, before: dict[str, str], *, tell: bool = True, offers: Any = None, patience: float = SECONDS
+    ) -> dict[str, list[ReaderCost]]:
         """Publish, and bring it to all hosts. Return their costs."""
         manifests, self.epoch = self.publish(), self.epoch + tell
 
@@ -112,7 +114,7 @@ class Meshes:
                 return None
             first = before[host]
             offer = offers[first][r] if offers else self.landings[first][r].connection.relay
-            return Followed(first, self.epoch, offer if tell else None, PATIENCE)
+            return Followed(first, self.epoch, offer if tell else None, patience)
 
         async def fetched(host: str, r: int) -> ReaderCost:
             return await self.landings[host][r].fetch_weights(manifests[r], SECONDS, note(host, r))
@@ -209,7 +211,7 @@ def test_a_host_that_gets_no_slice_in_time_reads_from_the_trainers() -> None:
     idle = meshes.landings.pop("h0")
     meshes.live.pop("h0")
     offers = [landing.connection.relay for landing in idle]
-    costs = meshes.pull({"h1": "h0"}, offers={"h0": offers})
+    costs = meshes.pull({"h1": "h0"}, offers={"h0": offers}, patience=0.2)
     assert meshes.agree()
     (why,) = reasons(costs).values()
     assert why.startswith("h1: h0: expected ")
