@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.reports import SyncStats
@@ -155,7 +156,7 @@ def test_a_lagging_run_that_is_stopped_trains_every_prompt_once(runs: Runs, tmp_
     assert max(ages(resumed)) <= 3
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", slow_except(["token_mean", "sequence_mean"], 0))
 def test_a_streamed_update_is_the_same_one(runs: Runs, apart: Run, tmp_path: Path, aggregation: str) -> None:
     """Groups are trained on as they finish; the denominators follow when all are known. Two runs agree to the last bit,
     and with the whole update up to the order of its sums."""

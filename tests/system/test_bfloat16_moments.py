@@ -9,12 +9,13 @@ import pytest
 from support.gloo_ranks import on_ranks
 from support.moment_ranks import updated
 from support.rank_programs import Case
+from support.slow_cases import slow_except
 from titan_rl.config.sections import Dtype
 
 STEPS = 6
 
 
-@pytest.mark.parametrize(("lora", "compute"), [(0, "float32"), (4, "bfloat16")])
+@pytest.mark.parametrize(("lora", "compute"), slow_except([(0, "float32"), (4, "bfloat16")], 1))
 def test_each_step_is_adamws_with_rounded_moments(tmp_path: Path, lora: int, compute: Dtype) -> None:
     case = Case(layout="fsdp2", lora=lora, compute=compute)
     found = on_ranks(2, updated, str(tmp_path), case, ("master", "bfloat16", "rounded"), 0, STEPS)

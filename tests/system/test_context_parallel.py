@@ -12,6 +12,7 @@ from support.gloo_ranks import on_ranks
 from support.outputs import losses, sampled
 from support.rank_programs import Case, train_and_export
 from support.running import WHOLE, RunFiles, Runs
+from support.slow_cases import slow_except
 
 ACCURACY = 1e-5
 
@@ -23,11 +24,14 @@ def one_process() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "names"),
-    [
-        ("cp2", 2, list(ALGORITHMS)),
-        ("fsdp2_cp2", 4, ["gspo", "dr_grpo", "ppo", "critic"]),
-        ("cp2_tp2", 4, ["gspo", "kept", "ppo", "critic"]),
-    ],
+    slow_except(
+        [
+            ("cp2", 2, list(ALGORITHMS)),
+            ("fsdp2_cp2", 4, ["gspo", "dr_grpo", "ppo", "critic"]),
+            ("cp2_tp2", 4, ["gspo", "kept", "ppo", "critic"]),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_every_objective_learns_as_in_one_process(
@@ -60,6 +64,7 @@ def test_other_meshes_families_and_experts_do_too() -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_recomputed_and_compiled_parts_with_cudas_attention() -> None:
     eager = Case(layout="cp2", share=True, flash=True, compute="bfloat16", layers=1)
     cases = [eager, replace(eager, recompute="selective"), replace(eager, recompute="selective", compiled=True)]

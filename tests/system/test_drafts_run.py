@@ -7,6 +7,7 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Runs
+from support.slow_cases import slow_except
 
 FEW: dict[str, Any] = {"cold_start__steps": 6, "training__steps": 4, "algorithm__kl_coef": 0.0, "eval__size": 0}
 CASES: dict[str, dict[str, Any]] = {
@@ -21,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, 1))
 def test_a_run_that_drafts_has_the_rollouts_of_one_that_does_not(name: str, runs: Runs, tmp_path: Path) -> None:
     plain = runs.finish(tmp_path / "plain", name, **FEW, **CASES[name])
     drafting = runs.finish(tmp_path / "drafting", name, **FEW, **CASES[name], generator__drafts="siblings")

@@ -16,6 +16,7 @@ from support.async_gather import needs_gradient, train_tensor_parallel
 from support.gloo_ranks import on_ranks
 from support.overlays import overlay
 from support.rank_programs import STEPS, Case, train_and_export
+from support.slow_cases import slow_except
 from titan_rl.config.choices import Family
 
 FAMILIES: tuple[Family, ...] = ("qwen3_moe", "gpt_oss", "glm4_moe")
@@ -41,7 +42,7 @@ def alone() -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, 0, 1))
 def test_ranks_compute_what_one_does(family: Family, ranks: int, alone: tuple[list[Any], list[Any]]) -> None:
     first = case(family, "fsdp2" if ranks == 2 else "fsdp2_tp2_ep4", sync="microbatch")
     cases = [first, *(case(family, layout) for layout in LAYOUTS[ranks])]

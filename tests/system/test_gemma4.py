@@ -15,6 +15,7 @@ from support.gemma4 import add_unused, drawn, drawn_small, gradient_gaps, make_m
 from support.gloo_ranks import on_ranks
 from support.outputs import logprob_gaps, losses_of_examples
 from support.running import Runs
+from support.slow_cases import slow_except
 
 LAG: dict[str, Any] = {
     **{"generator__dtype": "bfloat16", "training__mixed_precision_param": "bfloat16"},
@@ -35,7 +36,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any], float]] 
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 2, 4))
 def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pair: str) -> None:
     model, towers, keys, most = PAIRS[pair]
     folder = make_model(tmp_path / "model", model, towers=towers)
@@ -57,6 +58,7 @@ def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pa
     assert not any(loading.values())
 
 
+@pytest.mark.slow
 def test_it_learns(runs: Runs, tmp_path: Path) -> None:
     found = losses_of_examples(runs, tmp_path, make_model(tmp_path / "model", drawn(3)))
     assert found[-1] < 0.5 * found[0]
@@ -65,7 +67,7 @@ def test_it_learns(runs: Runs, tmp_path: Path) -> None:
 MESHES = {"tensor parallel": (2, 1, "none"), "context parallel": (1, 2, "none"), "recomputed": (2, 1, "full")}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_except(MESHES, 1))
 def test_gradients_of_ranks_are_transformers(tmp_path: Path, mesh: str) -> None:
     folder = make_model(tmp_path / "model", drawn_small(3, ranks=2), towers=("vision",))
     gaps = on_ranks(2, gradient_gaps, str(folder), *MESHES[mesh])

@@ -16,6 +16,7 @@ from support.forked_programs import IMPORTS, results_of
 from support.gloo_ranks import on_ranks
 from support.rank_programs import MESHES
 from support.running import Runs
+from support.slow_cases import slow_except
 from support.tiny import tiny_model
 from support.trainer_cases import config as trainer_config
 from titan_rl.config.sections import ModelSection
@@ -54,7 +55,7 @@ def logprobs_of(folder: Path, dtype: str, tokens: list[int]) -> np.ndarray:
         return model.eval()(ids).logits[0, 3:-1].float().log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], 1))
 def test_an_engine_routes_by_the_synced_biases(tmp_path: Path, dtype: str) -> None:
     """No tensor of the second version is the first's. Engines of 16 bits get weights in 16 bits, and biases in 32."""
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -87,7 +88,7 @@ def biased_folder(folder: Path, factor: float = 1.0) -> dict[str, torch.Tensor]:
     return biases
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", slow_except([0, 4], 1))
 def test_a_run_by_its_folder_alone_keeps_the_biases(runs: Runs, tmp_path: Path, lora: int) -> None:
     """In 16 bits, with the engine's experts and samples that continue over a sync, and resumed from a checkpoint."""
     biases = biased_folder(tmp_path / "model")

@@ -7,6 +7,7 @@ import pytest
 
 from support.own_specs import MLA, make_mla_folder
 from support.running import Runs
+from support.slow_cases import slow_except
 
 ENGINES_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the only ones of vLLM's CPU kernel
 PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
@@ -22,7 +23,7 @@ PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that lo
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 1, 2))
 def test_engines_sample_with_the_trainers_weights(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: str
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from support.folders import tensors_of
 from support.muse_glimmer import make_model, transformers_model
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 
 STEPS = 4
 KEYS: dict[str, Any] = {
@@ -50,7 +51,7 @@ def steps(run: Run) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl", "fit") if "loss" in line]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_except(MESHES, 0))
 def test_steps_are_those_of_two_ranks(runs: Runs, folder: Path, usual: Run, mesh: str) -> None:
     found, expected = torch.tensor(steps(trained(runs, folder, mesh, **MESHES[mesh]))), torch.tensor(steps(usual))
     assert len(found) == STEPS
@@ -60,6 +61,7 @@ def test_steps_are_those_of_two_ranks(runs: Runs, folder: Path, usual: Run, mesh
         torch.testing.assert_close(found, expected, rtol=5e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_resumes(runs: Runs, folder: Path, usual: Run) -> None:
     trained(runs, folder, "resumed", training__steps=2)
     assert steps(trained(runs, folder, "resumed")) == steps(usual)
@@ -77,6 +79,7 @@ def test_it_learns_and_exports(runs: Runs, folder: Path) -> None:
     assert all(torch.equal(w, after[name]) for name, w in theirs.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
     """The command proves the export's log-probs by transformers."""
     out = folder.parent / "exported"
@@ -87,6 +90,7 @@ def test_a_checkpoint_is_exported(folder: Path, usual: Run) -> None:
     assert all(torch.equal(w, at_end[name]) for name, w in exported.items())
 
 
+@pytest.mark.slow
 def test_pairs_are_learned(runs: Runs, folder: Path) -> None:
     run = trained(runs, folder, "pairs", "dpo_llama")
     assert steps(run)[-1][0] < steps(run)[0][0]
@@ -109,7 +113,7 @@ PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that lo
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 1))
 def test_engines_sample_with_the_trainers_weights(runs: Runs, folder: Path, pair: str) -> None:
     keys, most = PAIRS[pair]
     run = trained(runs, folder, pair, **(SAMPLED | keys))

@@ -15,6 +15,7 @@ import pytest
 from support.forging import rollouts
 from support.outputs import losses, sampled
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.tools.inspect.audit_rules import audit
 
 if TYPE_CHECKING:
@@ -152,16 +153,19 @@ def a_forged_opponent_is_found(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {
-            "generator__dtype": "bfloat16",
-            "rollout__max_staleness_steps": 2,
-            "environment__lockstep": False,
-            "generator__replicas": 2,
-        },
-        {"training__stream_groups": 2, "rollout__max_staleness_steps": 1, "environment__lockstep": False},
-        {"algorithm__advantage": "role_mean", "rollout__group_size": 1, "rollout__groups_per_step": 24},
-    ],
+    slow_except(
+        [
+            {
+                "generator__dtype": "bfloat16",
+                "rollout__max_staleness_steps": 2,
+                "environment__lockstep": False,
+                "generator__replicas": 2,
+            },
+            {"training__stream_groups": 2, "rollout__max_staleness_steps": 1, "environment__lockstep": False},
+            {"algorithm__advantage": "role_mean", "rollout__group_size": 1, "rollout__groups_per_step": 24},
+        ],
+        0,
+    ),
     ids=["bfloat16_lag_two_engines", "streamed", "role_mean"],
 )
 def test_opponents_beside_other_features(runs: Runs, tmp_path: Path, keys: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from support.forging import rollouts
 from support.openai_server import serving
 from support.outputs import losses, sampled
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.tools.inspect.audit_rules import audit
 
 FEW: dict[str, Any] = {
@@ -37,7 +38,7 @@ def trained_on(run: Run) -> float:
     return sum(step["tokens/trained"] for step in run.lines("metrics.jsonl"))
 
 
-@pytest.mark.parametrize("keys", [{}, ROLE_MEAN], ids=["group", "role_mean"])
+@pytest.mark.parametrize("keys", slow_except([{}, ROLE_MEAN], 1), ids=["group", "role_mean"])
 def test_a_run_that_is_stopped_and_loses_an_environment_is_one_that_is_not(
     runs: Runs, tmp_path: Path, keys: dict[str, Any]
 ) -> None:
@@ -82,11 +83,14 @@ def test_no_token_of_a_frozen_player_is_trained_on_and_the_audit_finds_a_forged_
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"generator__dtype": "bfloat16", "rollout__max_staleness_steps": 1, "environment__lockstep": False},
-        {"lora__rank": 8, "lora__sync": "adapter"},
-        {"training__stream_groups": 2, "rollout__max_staleness_steps": 1, "environment__lockstep": False},
-    ],
+    slow_except(
+        [
+            {"generator__dtype": "bfloat16", "rollout__max_staleness_steps": 1, "environment__lockstep": False},
+            {"lora__rank": 8, "lora__sync": "adapter"},
+            {"training__stream_groups": 2, "rollout__max_staleness_steps": 1, "environment__lockstep": False},
+        ],
+        0,
+    ),
     ids=["bfloat16_lag", "adapters", "streamed"],
 )
 def test_players_learn_beside_other_features(runs: Runs, tmp_path: Path, keys: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Run, RunFiles, Runs
+from support.slow_cases import slow_except
 from titan_rl.tools.inspect.audit_rules import audit
 
 NAMES = ("first", "second")
@@ -48,7 +49,7 @@ def finished(run: Run) -> dict[str, RunFiles]:
     return found
 
 
-@pytest.mark.parametrize("learner", NAMES)
+@pytest.mark.parametrize("learner", slow_except(NAMES, 1))
 def test_a_policy_beside_one_that_stands_still_learns_as_against_the_start(
     runs: Runs, tmp_path: Path, learner: str
 ) -> None:

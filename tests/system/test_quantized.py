@@ -7,6 +7,7 @@ import pytest
 
 from support import gemma4, muse_glimmer
 from support.forked_programs import results_of
+from support.slow_cases import slow_except
 from support.tiny import tiny_llama
 
 ENGINE = """
@@ -84,7 +85,7 @@ def gemma(folder: Path) -> Path:
 OTHER_MODELS = {"Gemma 4, keys as values in a layer": gemma, "Muse Glimmer": muse_glimmer.make_folder}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], 1))
 def test_int8_rows_compute_as_a_folder_with_the_rounded_weights(dtype: str, tmp_path: Path) -> None:
     import torch
 
@@ -110,7 +111,7 @@ def test_fp8_rows_are_those_of_vllms_own_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-@pytest.mark.parametrize("model", OTHER_MODELS)
+@pytest.mark.parametrize("model", slow_except(OTHER_MODELS, 0))
 def test_other_models_land_as_vllm_loads_them(model: str, quantization: str, tmp_path: Path) -> None:
     """Fp8 rows equal the rows that vLLM's loader makes. For int8 the folder has the rounded weights."""
     folder = OTHER_MODELS[model](tmp_path / "model")

@@ -13,6 +13,7 @@ from support.folders import tensors_of
 from support.outputs import logprob_gaps
 from support.qwen3_5 import drawn, make_model
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 
 PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
     "two ranks of trainer and engine, and a tower": (
@@ -32,7 +33,7 @@ PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that lo
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 1))
 def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pair: str) -> None:
     keys, most = PAIRS[pair]
     folder = make_model(tmp_path / "model", drawn(7, ranks=2), tower="tower" in pair)
@@ -67,6 +68,7 @@ def test_steps_are_those_of_two_ranks(runs: Runs, tmp_path: Path) -> None:
     torch.testing.assert_close(steps(runs.finish(tmp_path / "tp", "sft_llama", **keys, **TP)), usual, rtol=5e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_it_learns(runs: Runs, tmp_path: Path) -> None:
     keys: dict[str, Any] = {**STEPS, "training__steps": 80, "training__global_batch_size": 64}
     keys["model__hf_assets_path"] = make_model(tmp_path / "model", drawn(3))

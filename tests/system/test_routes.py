@@ -15,6 +15,7 @@ import pytest
 from support.engine_runs import finish, overwrite, run, run_checks, withdraw_all
 from support.forked_programs import results_of
 from support.running import Runs
+from support.slow_cases import slow_except
 from support.tiny import perturbed, tiny_model
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.ext.replay.kept_batches import KeptBatches
@@ -113,7 +114,7 @@ def test_routes_of_an_engine_in_a_process_of_its_own() -> None:
     run_checks(__file__)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], 1))
 def test_packed_routes_are_those_that_the_trainer_chooses(tmp_path: Path, dtype: str) -> None:
     """Of 18 samples that share a prompt in threes, which the engine read in full once, and a beginning of 32 tokens."""
     tiny_mixture().save_pretrained(tmp_path / "model")

@@ -9,6 +9,7 @@ import pytest
 from support.gloo_ranks import on_ranks
 from support.rank_programs import Case
 from support.routed_rows import replay
+from support.slow_cases import slow_except
 
 ALONE = Case(family="qwen3_moe", share=False)
 LAYOUTS = {
@@ -45,13 +46,14 @@ def test_a_replay_of_drawn_routes_changes_what_is_learnt(alone: dict[str, Any]) 
     assert np.abs(np.subtract(alone["scores"]["replayed"], alone["scores"]["own"])).max() > 1e-3
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", slow_except(LAYOUTS, 0))
 def test_ranks_replay_as_one_does(ranks: int, alone: dict[str, Any]) -> None:
     cases = [replace(ALONE, layout=layout) for layout in LAYOUTS[ranks]]
     for case, found in zip(cases, on_ranks(ranks, replay, cases), strict=True):
         check(found, alone, case.layout)
 
 
+@pytest.mark.slow
 def test_first_layers_without_experts_have_no_routes() -> None:
     (alone,) = on_ranks(1, replay, [BIASED])
     for step in alone["metrics"]:
@@ -65,6 +67,7 @@ def test_first_layers_without_experts_have_no_routes() -> None:
     assert traced == rounded
 
 
+@pytest.mark.slow
 def test_recomputed_compiled_and_streamed_steps_replay_the_same() -> None:
     """A backward that computes a block again must take the experts that its forward took."""
     plain = replace(ALONE, layout="tp2_ep2")

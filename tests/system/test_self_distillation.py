@@ -9,6 +9,7 @@ import pytest
 
 from support.outputs import same, sampled
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tools.inspect.audit_rules import audit
 
@@ -77,7 +78,7 @@ def test_a_checkpoint_has_the_average(averaged: Run) -> None:
     assert names == {key for key in keys if key.partition(".")[0] in ("layers", "tok_embeddings", "norm", "lm_head")}
 
 
-@pytest.mark.parametrize("weights", ["reference", "policy", "average"])
+@pytest.mark.parametrize("weights", slow_except(["reference", "policy", "average"], 2))
 def test_a_demonstration_over_several_turns(runs: Runs, tmp_path: Path, weights: str) -> None:
     keys: dict[str, Any] = {"algorithm__teacher_weights": weights, "environment__concurrency": 16}
     if weights == "average":  # it has the adapters alone
@@ -96,6 +97,7 @@ def test_the_teachers_signal_is_added_to_that_of_rewards(runs: Runs, tmp_path: P
     assert all(line["advantage/min"] < 0 < line["advantage/max"] for line in both)
 
 
+@pytest.mark.slow
 def test_a_divergence_is_of_covered_answers(runs: Runs, tmp_path: Path) -> None:
     keys = {**SIBLING, "algorithm__distill_top_k": 4, "algorithm__distill_beta": 0.0, **FEW}
     lines = distilled(runs.finish(tmp_path / "run", **keys))

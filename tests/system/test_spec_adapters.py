@@ -15,6 +15,7 @@ from support import gemma4, muse_glimmer
 from support.folders import tensors_of
 from support.outputs import logprob_gaps
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 
 RANK, ALPHA = 8, 16.0
 KEYS: dict[str, Any] = {
@@ -47,7 +48,7 @@ PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that lo
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_except(MODELS, 0))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     make, adapted = MODELS[request.param]
     return make(tmp_path_factory.mktemp("adapted") / "model"), adapted
@@ -68,7 +69,7 @@ def test_engines_apply_the_adapters(whole: Run, model: tuple[Path, int]) -> None
     assert_merged(model, whole.folder / "hf", torch.float32)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 0, 2))
 def test_engines_sample_with_the_adapters(runs: Runs, model: tuple[Path, int], pair: str) -> None:
     keys, most = PAIRS[pair]
     run = adapted_run(runs, model, pair, **keys)

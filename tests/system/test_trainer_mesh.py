@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from support.slow_cases import slow_except
 from support.tiny import tiny_llama
 from support.trainer_cases import LAYOUTS, STEPS, batches, config, samples
 from titan_rl.batch.packing import unpack
@@ -58,7 +59,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [*(("llama3", layout) for layout in LAYOUTS), ("qwen3", "fsdp2_tp2")], ids=str
+    ("family", "layout"),
+    slow_except([*(("llama3", layout) for layout in LAYOUTS), ("qwen3", "fsdp2_tp2")], 0, 2, 4, 7),
+    ids=str,
 )
 def test_loss_and_gradients_are_those_of_one_process(
     family: str, layout: str, one_process: dict[str, list[StepStats]], tmp_path: Path

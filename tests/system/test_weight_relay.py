@@ -78,6 +78,7 @@ def test_hosts_behind_a_killed_one_read_the_rest_from_the_trainers() -> None:
     among_hosts(work)
 
 
+@pytest.mark.slow
 def test_hosts_behind_a_forger_serve_no_byte_of_it() -> None:
     async def work(hosts: Hosts) -> None:
         await done(hosts.readers["g1"].harm.call_one("forge", 0))
@@ -94,6 +95,7 @@ def test_hosts_behind_a_forger_serve_no_byte_of_it() -> None:
     among_hosts(work)
 
 
+@pytest.mark.slow
 def test_a_stopped_host_delays_the_ones_behind_it_and_harms_none_when_it_wakes() -> None:
     async def work(hosts: Hosts) -> None:
         pid = await done(hosts.readers["g1"].pid.call_one())
