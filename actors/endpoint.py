@@ -1,4 +1,4 @@
-"""Helpers for the endpoints of every rank: their failures, their output, and the busy seconds of their thread."""
+"""Helpers for the endpoints of every rank: their failures, output, profilers, and the busy seconds of their thread."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from titan_rl.wire import failpoints
+from titan_rl.wire.spans import span
 
 Self = TypeVar("Self")
 P = ParamSpec("P")
@@ -52,6 +53,17 @@ def busy_seconds() -> float:
     except (OSError, ValueError):
         return time.thread_time()
     return (int(run) + int(waited)) / 1e9
+
+
+def show_spans_to_profilers(traced: bool = False) -> None:
+    """Make the spans of this process ranges of torch.profiler if it is `traced`, else on a GPU NVTX ranges, which
+    Nsight Systems shows. They exclude each other as these profilers do: CUPTI serves one at a time."""
+    import torch
+
+    if traced:
+        span.ranges = torch.profiler.record_function
+    elif torch.cuda.is_available():
+        span.ranges = torch.cuda.nvtx.range
 
 
 def quiet() -> None:

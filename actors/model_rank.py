@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors import meeting
-from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
+from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma, show_spans_to_profilers
 from titan_rl.actors.imports import compile_deferred, without_gc
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
@@ -83,6 +83,7 @@ class ModelRank(Actor):
             from titan_rl.actors.titan.role_model import RoleModel
 
         quiet()
+        show_spans_to_profilers(config.profiling.enable_profiling)
         self._model = RoleModel(*self._given)
         return self._model.nbytes
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from titan_rl.actors import meeting
+from titan_rl.actors.endpoint import show_spans_to_profilers
 from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings, gpu_memory
 from titan_rl.actors.vllm.vllm_params import LiveLayout
 from titan_rl.config.sections import WeightSyncSection
@@ -78,6 +79,7 @@ class Generator(Actor):
             await failpoints.reached("start")
             meeting.be_reachable()
             self._engine = Engine(self._settings)
+            show_spans_to_profilers()
             if self._settings.tensor_parallel_degree > 1:
                 from torch import distributed as dist
 

@@ -5,13 +5,14 @@
     span.take()                                     the spans since the last take
 
 A lane is one thread of execution: its spans nest. Concurrent asyncio tasks use another lane, or give their spans an id.
-Spans are measured on the host: a GPU may still run kernels launched in an earlier span.
+Spans are measured on the host: a GPU may still run kernels launched in an earlier span. `span.ranges` shows a profiler
+the same stretches of work, beside the kernels that they launched.
 """
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 Value = int | float | str
@@ -50,6 +51,8 @@ class Recorder:
         self._recorded = 0
         # Read the wall clock once: if it were set later, nested spans could overlap.
         self._epoch = time.time_ns() - time.perf_counter_ns()
+        self.ranges: Callable[[str], AbstractContextManager[object]] | None = None
+        """A profiler's ranges, which nest: spans of other lanes and spans with an id have none."""
 
     def __call__(self, name: str, /, *, lane: str = "main", id: int | None = None, **args: Value) -> "Open":
         return Open(self, name, lane, id, args)
@@ -82,20 +85,27 @@ class Recorder:
 class Open:
     """A running span. It is recorded when it ends, also by an exception."""
 
-    __slots__ = ("_args", "_began", "_id", "_lane", "_name", "_recorder")
+    __slots__ = ("_args", "_began", "_id", "_lane", "_name", "_range", "_recorder")
 
     def __init__(self, recorder: Recorder, name: str, lane: str, id: int | None, args: dict[str, Value]) -> None:
         self._recorder, self._name, self._lane, self._id, self._args = recorder, name, lane, id, args
 
     def __enter__(self) -> None:
+        ranges = self._recorder.ranges
+        self._range = ranges(self._name) if ranges and self._lane == "main" and self._id is None else None
+        if self._range:
+            self._range.__enter__()
         self._began = self._recorder.now()
 
     def __exit__(self, *_: object) -> None:
         self._recorder.since(self._began, self._name, lane=self._lane, id=self._id, **self._args)
+        if self._range:
+            self._range.__exit__(None, None, None)
 
 
 class Stretch:
-    """Record many short turns as one span, which ends at a cut or when it is `longest` ns long.
+    """Record many short turns as one span, which ends at a cut or when it is `longest` ns long. A profiler gets a range
+    of each turn.
 
     `counts` returns totals that grow with the turns; a span's args are their increase during the span."""
 
@@ -110,9 +120,14 @@ class Stretch:
     def __enter__(self) -> None:
         if self._began is None:
             self._before, self._began = self._counts(), self._recorder.now()
+        self._range = self._recorder.ranges and self._recorder.ranges(self._name)
+        if self._range:
+            self._range.__enter__()
 
     def __exit__(self, *_: object) -> None:
         assert self._began is not None
+        if self._range:
+            self._range.__exit__(None, None, None)
         self._ended = self._recorder.now()
         if self._ended - self._began >= self._longest:
             self.cut()
