@@ -14,7 +14,7 @@ TABLE = {
     "check_env": ("NAME", "an environment, played without a model"),
     "lint": ("--config X", "what the chat template does to messages"),
     "fetch": ("NAME", "a pretrained model, or a GGUF file, as a folder"),
-    "ctl": ("RUN status", "a running run: its state; pause, save, stop or scale it"),
+    "ctl": ("RUN status", "a running run: status, pause, checkpoint, stop, scale"),
     "look": ("RUN", "samples of a run: best, worst, longest, cut off"),
     "why": ("RUN", "why a run does not learn"),
     "view": ("RUN", "runs as one HTML file, or served while they last"),

@@ -26,7 +26,7 @@ def alone() -> Iterator[None]:
 
 
 def work(rng: random.Random, depth: int, expected: list[str], now_open: Callable[[], list[str]]) -> None:
-    """Open and close drawn spans, some of which raise; write the names of those that have a range."""
+    """Open and close drawn spans, some of which raise; write the name of each that has a range."""
     before = now_open()
     for _ in range(rng.randint(0, 3) if depth else 0):
         name, kind = rng.choice(NAMES), rng.choice(("main", "main", "main", "lane", "id", "stretch"))
