@@ -104,7 +104,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("WANDB_DIR", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])))
-    monkeypatch.setattr(parent, "FLUSH_SECONDS", dict.fromkeys(parent.FLUSH_SECONDS, 120.0))  # on a busy machine
+    monkeypatch.setattr(parent, "FLUSH_SECONDS", dict.fromkeys(parent.FLUSH_SECONDS, 400.0))  # on a busy machine
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
