@@ -54,8 +54,11 @@ class HubRepository:
 
 
 class LoopbackHub:
-    """Repositories by name, and the `objects` of large file storage. `refused`: a status for every request; `cut`: files whose next download ends half-way;
-    `lost`: files that commits list and that are not there; `requests`: all that came, as "METHOD path"."""
+    """Repositories by name, and the `objects` of large file storage.
+
+    `refused`: a status for every request; `cut`: files whose next download ends half-way; `lost`: files that commits
+    list and that are not there; `requests`: all that came, as "METHOD path".
+    """
 
     def __init__(self) -> None:
         self.repositories = dict[str, HubRepository]()

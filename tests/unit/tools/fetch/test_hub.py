@@ -88,8 +88,8 @@ def test_folders_have_the_needed_files_of_their_commit(
 def test_what_no_run_could_use_is_refused_in_one_line(
     hub: LoopbackHub, tmp_path: Path, tiny: Mapping[str, bytes]
 ) -> None:
-    def made(name: str, files: Mapping[str, bytes], **keys: bool) -> None:
-        hub.repositories[name] = HubRepository(**keys)
+    def made(name: str, files: Mapping[str, bytes], *, private: bool = False, gated: bool = False) -> None:
+        hub.repositories[name] = HubRepository(private=private, gated=gated)
         hub.repositories[name].commit(files)
 
     listed = json.dumps({"weight_map": {"tensor": "pytorch_model-00001.bin"}}).encode()
