@@ -112,7 +112,9 @@ def test_an_earlier_checkpoint_has_the_score_of_its_step(learnt: RunFiles, tmp_p
 def test_the_card_of_an_export_has_the_score_of_its_step_and_the_audits_verdict(
     learnt: RunFiles, tmp_path: Path
 ) -> None:
-    export(learnt, "--step", "2", "--audit", "--dtype", "bfloat16", "--out", str(tmp_path / "out"))
+    push = ("--push", "own/model")  # only listed: no --yes
+    out = export(learnt, "--step", "2", "--audit", "--dtype", "bfloat16", "--out", str(tmp_path / "out"), *push)
+    assert re.search(r"\nnothing was uploaded: \d+ files of [\d,]+ bytes would go to \S+/own/model, ", out)
     card = (tmp_path / "out/README.md").read_text()
     assert f"| **step 2** | held-out problems | {reported(learnt, 2):.3f} |" in card
     assert "`titan_rl audit` found nothing lost, nothing twice and nothing stale in the run: " in card
