@@ -19,6 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from support.kubernetes_rules import VERSIONS, refusals
+
 TOKEN = "token-of-the-test"
 
 
@@ -235,7 +237,9 @@ def _handler(cluster: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
             if parts[at + 1] != "rl":
                 return self._answer(403, {"message": f'namespaces "{parts[at + 1]}" is forbidden'})
             if self.command == "POST":
-                return self._answer(201, cluster.create(kind, json.loads(data)))
+                body = json.loads(data)
+                why = [text for version in VERSIONS for text in refusals(body, version)]
+                return self._answer(422, {"message": why[0]}) if why else self._answer(201, cluster.create(kind, body))
             if kind == "events":
                 named = parse_qs(urlsplit(self.path).query)["fieldSelector"][0].split(",")[1].partition("=")[2]
                 of = [each for each in cluster.warnings if named.startswith(each["involvedObject"]["name"])]

@@ -139,6 +139,8 @@ def wanted_hosts(arguments: Arguments, config: str) -> HostsSection:
 
 def only_in_pods(on: str, config: Config, problem: str) -> bool:
     """Return True if a problem concerns a folder that the pods mount and this machine does not have."""
+    if problem.startswith("launch."):
+        return False
     targets = [mount.split(":")[1] for mount in config.launch.mounts if ":" in mount] if on == "kubernetes" else []
     text = f"{config.job.dump_folder} {problem}" if problem.startswith("job.dump_folder:") else problem
     return any(target in text and not Path(target).exists() for target in targets)

@@ -8,7 +8,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.refusal import problem
 
-MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
+MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9]([a-z0-9.-]*[a-z0-9])?):/[^:,]*(:ro)?")
 STOP_SECONDS = 30  # on top of fault.stop_grace_seconds: ranks end, and schedulers signal late
 
 

@@ -1,5 +1,6 @@
 """The job that a scheduler runs, as a pure function of a config; and the checks of the keys that it needs."""
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from titan_rl.tools.launch.pod_patch import PatchRefused, read_patch
 Scheduler = Literal["slurm", "kubernetes"]
 PROGRAMS = ("sbatch", "squeue", "scontrol")
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
+
+OWN = "/titan_rl"  # in pods: the folder of the TOML and the certificates
+SHARED_MEMORY = "/dev/shm"
+LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # as Kubernetes wants names
+LETTERS = "lower-case letters, digits and dashes"
 
 RETRIES = 1
 """Starts of a job after its run has failed (exit code 1)."""
@@ -132,6 +138,7 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
         if launch.mounts and not launch.image:
             yield "launch.mounts: expected none without launch.image, found some"
         return
+    yield from _names_problems(config)
     try:
         read_patch(launch.pod)
     except PatchRefused as error:
@@ -145,3 +152,20 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
     if not any(folder.is_relative_to(target) for target in targets):
         expected = f"a folder below one of launch.mounts ({', '.join(targets) or 'none'}), which outlives the pods"
         yield f"job.dump_folder: expected {expected}, found {as_toml(config.job.dump_folder)}"
+
+
+def _names_problems(config: Config) -> Iterator[str]:
+    """Yield which names and paths Kubernetes would refuse."""
+    launch = config.launch
+    if launch.namespace and not re.fullmatch(LABEL, launch.namespace):
+        yield f"launch.namespace: expected {LETTERS}, at most 63, found {as_toml(launch.namespace)}"
+    for secret in launch.secrets:
+        if len(secret) > 253 or not re.fullmatch(rf"{LABEL}(\.{LABEL})*", secret):
+            yield f"launch.secrets: expected {LETTERS}, also with dots, found {as_toml(secret)}"
+    taken = {SHARED_MEMORY, f"{OWN}/config", f"{OWN}/tls"}
+    for source, path in (mount.split(":")[:2] for mount in launch.mounts if MOUNT.fullmatch(mount)):
+        if ".." in source.split("/"):
+            yield f'launch.mounts: expected a folder without "..", found {as_toml(source)}'
+        if path in taken:
+            yield f"launch.mounts: expected other paths than {', '.join(sorted(taken))}, found {as_toml(path)}"
+        taken.add(path)

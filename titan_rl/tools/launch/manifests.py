@@ -16,12 +16,11 @@ from typing import Any
 
 import yaml
 
-from titan_rl.tools.launch.job import JOIN_SECONDS, RETRIES, WAIT, Job
+from titan_rl.tools.launch.job import JOIN_SECONDS, OWN, RETRIES, SHARED_MEMORY, WAIT, Job
 from titan_rl.tools.launch.pod_patch import CONTAINER, OUR_LABELS, merged, read_patch
 from titan_rl.wire.program import FAILED, FAILED_AGAIN, STOPPED, USAGE
 
 PORT = 26600
-OWN = "/titan_rl"  # in the pods: TOML and certificates
 NAME, MANAGED = OUR_LABELS
 LABELS = {MANAGED: "titan-rl"}
 KEPT_SECONDS = 7 * 24 * 3600  # finished jobs, for their logs
@@ -51,8 +50,15 @@ COPY = [  # a key that is this user's, with mode 0600, which Secrets cannot have
 
 
 def job_name(job: Job) -> str:
-    """Return a name that Kubernetes takes: with a dash and a number, at most 63 characters."""
-    return re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:52].strip("-") or "run"
+    """Return a name that Kubernetes takes: with a dash and a number, at most 63 characters; a Service's has a letter
+    first."""
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"run-{name}")[:52].strip("-")
+
+
+def config_key(job: Job) -> str:
+    """Return the name of the TOML in the pods, which is a key of a ConfigMap."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", job.config_file).lstrip(".")[-253:]
 
 
 def hosts_of(job: Job) -> list[str]:
@@ -80,7 +86,7 @@ def manifests(job: Job) -> list[dict[str, Any]]:
             "ports": [{"port": PORT}],
         }
         objects.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(job, name), "spec": spec})
-    data = {job.config_file: job.toml()}
+    data = {config_key(job): job.toml()}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, f"{name}-config"), "data": data}
     return [*objects, config]
 
@@ -156,7 +162,7 @@ def volumes_of(job: Job, name: str) -> Iterator[tuple[dict[str, Any], dict[str, 
     yield {"name": "config", "configMap": {"name": f"{name}-config"}}, {"name": "config", "mountPath": f"{OWN}/config"}
     yield (
         {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED}},
-        {"name": "memory", "mountPath": "/dev/shm"},
+        {"name": "memory", "mountPath": SHARED_MEMORY},
     )
     secret = tls_secret(job)
     if secret:
@@ -200,7 +206,7 @@ def _secret(job: Job, folder: Path) -> dict[str, Any]:
 def pod_script(job: Job) -> str:
     launch, hosts, python = job.config.launch, job.config.hosts, shlex.quote(job.python)
     own, folder = hosts_of(job), shlex.quote(str(job.own))
-    run = f"{python} -m titan_rl.run --config {shlex.quote(f'{OWN}/config/{job.config_file}')}"
+    run = f"{python} -m titan_rl.run --config {shlex.quote(f'{OWN}/config/{config_key(job)}')}"
     lines = [*([launch.setup] if launch.setup else [])]
     if job.nodes > 1:
         addresses = ",".join(f"{job.scheme}://{host}:{PORT}" for host in own)
@@ -234,12 +240,16 @@ def pod_script(job: Job) -> str:
     return "\n".join([*lines, re.sub("@([A-Z]+)@", lambda match: parts[match[1]], RUN)])
 
 
+READ_OTHERWISE = re.compile(r"[yYnN]|[-+.]?\d.*")  # by kubectl, for which 12e5 is a number and y is true
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes texts of several lines as blocks."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else "'" if READ_OTHERWISE.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)

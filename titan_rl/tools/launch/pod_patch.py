@@ -10,14 +10,15 @@ import yaml
 from titan_rl.config.toml import as_toml, did_you_mean
 
 MERGED_BY = {
-    "claims": "name",
     "containers": "name",
     "env": "name",
+    "evictionResponders": "name",
     "hostAliases": "ip",
     "imagePullSecrets": "name",
     "initContainers": "name",
     "ports": "containerPort",
     "resourceClaims": "name",
+    "schedulingGates": "name",
     "topologySpreadConstraints": "topologyKey",
     "volumeDevices": "devicePath",
     "volumeMounts": "mountPath",
