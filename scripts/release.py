@@ -4,8 +4,8 @@
     python scripts/release.py dist --repository https://github.com/OWNER/NAME --tag v0.1.0
 
 The addresses of the repository and the links of README.md, which are relative, are written into the metadata. A tag is
-refused unless it, CITATION.cff and CHANGELOG.md name the version of titan_rl/__init__.py. Needs the packages of the dev
-extra, or `pip install build setuptools`.
+refused unless it, CITATION.cff and CHANGELOG.md name the version of titan_rl/__init__.py. The exit code is 1 if an
+index would refuse the metadata of a file. Needs the packages of the dev extra, or `pip install build setuptools`.
 """
 
 import argparse
@@ -13,11 +13,15 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from bundle import ROOT, copy_source
+from packaging.metadata import Metadata
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 URLS = """
@@ -51,7 +55,39 @@ def main() -> int:
         readme = folder / "README.md"
         readme.write_text(absolute_links(readme.read_text(), a.repository, ref))
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(a.out.absolute()), str(folder)]
-        return subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": date_of_commit()}).returncode
+        code = subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": date_of_commit()}).returncode
+    refused = [f"{path.name}: {problem}" for path in a.out.glob("*") for problem in problems_of(path)]
+    print(*refused, sep="\n", end="\n" if refused else "", file=sys.stderr)
+    return code or min(len(refused), 1)
+
+
+def problems_of(path: Path) -> Iterator[str]:
+    """Yield what `twine check --strict` refuses in the metadata of a wheel or a source distribution, and a name or
+    version that is not the file's."""
+    try:
+        found = Metadata.from_email(metadata_of(path))
+    except ExceptionGroup as errors:  # of packaging or of Python, by version
+        yield from (str(error) for error in errors.exceptions)
+        return
+    if not (found.description or "").strip():
+        yield "expected a description, found none"
+    if (kind := (found.description_content_type or "").partition(";")[0]) != "text/markdown":
+        yield f"description_content_type: expected text/markdown, found {kind or 'none'}"
+    name, version, *_ = (parse_wheel_filename if path.suffix == ".whl" else parse_sdist_filename)(path.name)
+    if (name, version) != (canonicalize_name(found.name), found.version):
+        yield f"expected {name} {version}, as the file is named, found {found.name} {found.version}"
+
+
+def metadata_of(path: Path) -> bytes:
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            (name,) = (each for each in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
+            return wheel.read(name)
+    with tarfile.open(path) as source:
+        (member,) = (each for each in source if re.fullmatch(r"[^/]+/PKG-INFO", each.name))
+        file = source.extractfile(member)
+        assert file
+        return file.read()
 
 
 def disagreements(tag: str) -> Iterator[str]:

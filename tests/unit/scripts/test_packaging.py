@@ -123,9 +123,10 @@ def test_a_release_has_what_the_wheel_has(distributions: Path, wheel: Path) -> N
 
 
 def test_the_metadata_of_a_release_is_valid_and_leads_somewhere(distributions: Path) -> None:
-    (path,) = distributions.glob("*.whl")
-    (name,) = (each for each in zipfile.ZipFile(path).namelist() if each.endswith(".dist-info/METADATA"))
-    found = Metadata.from_email(zipfile.ZipFile(path).read(name))  # raises on what an index refuses
+    assert [problem for path in distributions.iterdir() for problem in release.problems_of(path)] == []
+    wheel, source = (release.metadata_of(next(distributions.glob(f"*{kind}"))) for kind in (".whl", ".gz"))
+    assert wheel == source
+    found = Metadata.from_email(wheel)
     assert (found.name, str(found.version), found.license_expression) == (
         "titan-rl",
         titan_rl.__version__,
@@ -140,6 +141,36 @@ def test_the_metadata_of_a_release_is_valid_and_leads_somewhere(distributions: P
     assert [link for link in links if not link.startswith("https://")] == []
     assert f"{REPOSITORY}/blob/main/docs/design.md#the-floor-plan" in links
     assert f"{REPOSITORY}/raw/main/docs/images/grpo_smollm2.svg" in links
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead", "problem"),
+    [
+        (r"^Description-Content-Type: .*$", "", "description_content_type: expected text/markdown, found none"),
+        (
+            r"^(Description-Content-Type): .*$",
+            r"\1: text/html",
+            "'description-content-type' must be one of",
+        ),
+        (r"(?s)\n\n.*", "\n\n", "expected a description, found none"),
+        (r"^(License-Expression): .*$", r"\1: MIT-like", "'MIT-like'"),
+        (r"^(Version): .*$", r"\1: new", "'new' is invalid for 'version'"),
+        (r"^(Version): .*$", r"\1: 99.0", "as the file is named, found titan-rl 99.0"),
+        (r"^(Requires-Dist): torch.*$", r"\1: torch ==", "'torch ==' is invalid for 'requires-dist'"),
+        (r"^(Name: .*)$", r"\1\nFlavour: x", "flavour"),
+        (r"^(Metadata-Version): .*$", r"\1: 1.2", "license-expression introduced in metadata version 2.4, not 1.2"),
+    ],
+)
+def test_metadata_that_an_index_refuses_are_found(
+    pattern: str, instead: str, problem: str, distributions: Path, tmp_path: Path
+) -> None:
+    (built,) = distributions.glob("*.whl")
+    text, number = re.subn(pattern, instead, release.metadata_of(built).decode(), count=1, flags=re.MULTILINE)
+    assert number == 1
+    faulty = tmp_path / built.name
+    with zipfile.ZipFile(faulty, "w") as wheel:
+        wheel.writestr(f"titan_rl-{titan_rl.__version__}.dist-info/METADATA", text)
+    assert problem in "; ".join(release.problems_of(faulty))
 
 
 def test_a_tag_of_another_version_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
