@@ -66,7 +66,7 @@ def problems_of(path: Path) -> Iterator[str]:
     version that is not the file's."""
     try:
         found = Metadata.from_email(metadata_of(path))
-    except ExceptionGroup as errors:  # of packaging or of Python, by version
+    except ExceptionGroup as errors:
         yield from (str(error) for error in errors.exceptions)
         return
     if not (found.description or "").strip():
