@@ -3,8 +3,11 @@
 No container is built here: no test needs a container runtime.
 """
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -47,9 +50,8 @@ def test_every_step_names_files_that_were_copied(steps: list[tuple[str, str]]) -
 
 def test_an_ordinary_user_starts_the_installed_program(steps: list[tuple[str, str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (arguments,) = of(steps, "ARG")
-    name, _, default = arguments.partition("=")
-    assert (name, default in project["optional-dependencies"]) == ("ENGINE", True)
+    assert of(steps, "ARG") == ["ENGINE=cpu", "ENGINE"], "each FROM forgets the arguments before it"
+    name = "ENGINE"
     assert f'"${name}"' in " ".join(of(steps, "RUN"))
     (user,) = of(steps, "USER")
     assert int(user) > 0
@@ -58,7 +60,37 @@ def test_an_ordinary_user_starts_the_installed_program(steps: list[tuple[str, st
     assert next(i for i, step in enumerate(steps) if step[0] == "USER") > max(
         i for i, step in enumerate(steps) if step[0] in ("RUN", "COPY")
     )
-    (base,) = of(steps, "FROM")
+    *engines, last = of(steps, "FROM")
+    assert last == "${ENGINE}"
+    bases = {stage: base for base, _, stage in (engine.partition(" AS ") for engine in engines)}
+    assert set(bases) == {"cpu", "cuda"} <= set(project["optional-dependencies"])
+    (base,) = set(bases.values())
     version = re.match(r"python:3\.(\d+)-", base)
     assert version
     assert 11 <= int(version[1]) < 14, project["requires-python"]
+    assert "/work" in " ".join(of(steps, "RUN")), "the folder of runs, which the user has to write to"
+
+
+def test_only_the_cuda_image_asks_enroot_for_gpus(steps: list[tuple[str, str]]) -> None:
+    asked = [i for i, (name, text) in enumerate(steps) if name == "ENV" and "NVIDIA_VISIBLE_DEVICES=all" in text]
+    (at,) = asked
+    before = [text for name, text in steps[:at] if name == "FROM"]
+    assert before[-1].endswith(" AS cuda")
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in steps[at][1], "enroot's default is utility alone"
+
+
+def test_a_package_with_a_file_for_a_later_python_does_not_end_the_build(
+    steps: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """torch has one, which Python 3.11 does not compile."""
+    (command,) = (each for each in of(steps, "RUN") if "compileall" in each)
+    script = command[command.index("python -m compileall") :].replace("python ", f"{shlex.quote(sys.executable)} ")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/later.py").write_text("def f[")
+    (tmp_path / "ours.py").write_text("x = 1\n")
+    script = script.replace(HOME.rstrip("/"), str(tmp_path))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
+    assert subprocess.run(["sh", "-ec", script], env=environment).returncode == 0
+    assert [*tmp_path.glob("__pycache__/ours.*.pyc")]
+    (tmp_path / "broken.py").write_text("def f[")
+    assert subprocess.run(["sh", "-ec", script], env=environment).returncode != 0
