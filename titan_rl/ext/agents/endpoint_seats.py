@@ -4,6 +4,7 @@
 
 Its turns are none of the policy's: they have no tokens, and nothing is trained on them. One that is not answered in
 environment.turn_seconds, or after RETRIES, ends the rollout without a reward, also where the user's code catches that.
+A busy server that names a time (Retry-After) is asked again then, as often as the deadline allows.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 RETRIES = (0.5, 2.0)  # seconds before each
+LEAST_WAIT = 0.5  # seconds, of a server that asks for fewer
 URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,79}")
 KEYS = {
@@ -161,18 +163,22 @@ class EndpointPolicy:
 
 
 async def asked(server: ChatServer, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-    """Return the body of a reply, at the first attempt or a later one."""
+    """Return the body of a reply, at the first attempt or a later one. The caller has a deadline, which bounds the
+    waits that the server asks for."""
+    retries, late = iter(RETRIES), f"{server.name} had not answered"
     try:
-        for seconds in RETRIES:
+        while True:
             try:
                 return await server.ask(messages, **settings)
             except Unanswered as error:
-                if not error.passing:
+                seconds = next(retries, None) if error.wait_s is None else max(error.wait_s, LEAST_WAIT)
+                if not error.passing or seconds is None:
                     raise
+                if error.wait_s is not None:
+                    late = f"{error}; it asked to wait {error.wait_s:g} s"
             await asyncio.sleep(seconds)
-        return await server.ask(messages, **settings)
     except asyncio.CancelledError as error:
-        error.add_note(f"{server.name} had not answered")
+        error.add_note(late)
         raise
 
 

@@ -2,7 +2,10 @@
 
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
+from email.utils import formatdate
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ SLOW = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=1.0, rollout_sec
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_seats, "RETRIES", (0.01, 0.01))
+    monkeypatch.setattr(endpoint_seats, "LEAST_WAIT", 0.01)
 
 
 def seats(url: str, *by_endpoint: str, agent: str = "agent", **settings: Any) -> Seats:
@@ -217,6 +221,62 @@ def test_only_the_rollouts_fail_whose_endpoint_does(tmp_path: Path) -> None:
     assert [outcome.status for outcome in outcomes] == expected
     assert all(outcome.seats.get("agent") == 1.0 for outcome in outcomes if outcome.status == "completed")
     assert all(not outcome.seats for outcome in outcomes if outcome.status != "completed")
+
+
+MALFORMED = ["", "soon", "-1", "1.5", "inf", "Wed, 99 Oct 2099 07:28:00 GMT", "Wed, 21 Oct 2099 07:28:00 +99999999"]
+
+
+def test_a_busy_endpoint_is_asked_again_when_it_asks_for_it(tmp_path: Path) -> None:
+    """Draw refusals of each row: a Retry-After of seconds or a date, past, soon or beyond the deadline, or malformed;
+    and statuses whose header means nothing."""
+    draws, plans, expected = random.Random(0), list[list[tuple[int, str, int]]](), list[str]()
+    for _ in range(48):
+        forms = draws.choices(["seconds", "date", "malformed"], [3, 3, 2], k=draws.randint(0, 4))
+        waits = [draws.choices([0, 1, 3600], [9, 3, 1])[0] for _ in forms]
+        plan = [(draws.choice([429, 503, 503, 500]), form, wait) for form, wait in zip(forms, waits, strict=True)]
+        waited, retries, ended = 0, 2, "completed"
+        for n, (code, form, wait) in enumerate(plan):
+            if code == 500 or form == "malformed":
+                retries -= 1
+            elif wait == 3600 or waited + wait > 2:
+                plan[n] = (code, form, 3600)
+                ended = "timeout"
+            else:
+                waited += wait
+            if retries < 0 or ended != "completed":
+                ended = "error" if retries < 0 else ended
+                plan = plan[: n + 1]
+                break
+        plans.append(plan)
+        expected.append(ended)
+    assert {"completed", "error", "timeout"} == set(expected)
+    came = [list[float]() for _ in plans]
+
+    def reply(body: dict[str, Any]) -> Any:
+        number = int(body["messages"][-1]["content"].split()[1])
+        came[number].append(time.time())
+        if len(came[number]) > len(plans[number]):
+            return "ok"
+        code, form, wait = plans[number][len(came[number]) - 1]
+        date = formatdate(ceil(time.time() + wait), usegmt=True)
+        text = {"seconds": str(wait), "date": date, "malformed": MALFORMED[number % len(MALFORMED)]}[form]
+        return web.Response(status=code, headers={"Retry-After": text})
+
+    limits = LIMITS.__class__(max_turns=8, max_tokens=0, turn_seconds=8.0, rollout_seconds=60)
+    rows = [{"plan": number} for number in range(len(plans))]
+    with (
+        answering(reply) as (url, _),
+        playing(f"{HERE}:careless", tmp_path, limits, concurrency=len(plans), seats=seats(url, "user")) as played,
+    ):
+        outcomes = played.play([prompt_of("", row) for row in rows], lambda id, turn: "a")
+    assert [outcome.status for outcome in outcomes] == expected
+    assert [len(times) for times in came] == [
+        len(plan) + (end == "completed") for plan, end in zip(plans, expected, strict=True)
+    ]
+    for times, plan, outcome in zip(came, plans, outcomes, strict=True):
+        for (code, form, wait), asked, again in zip(plan, times, times[1:], strict=False):
+            assert again - asked >= wait * (code != 500 and form != "malformed") - 0.01
+        assert outcome.status != "timeout" or "; it asked to wait 3" in outcome.error
 
 
 def test_an_endpoint_has_a_limit_of_turns(tmp_path: Path) -> None:
