@@ -11,7 +11,8 @@ What is kept, who won and the ratings are part of a saved state: a resumed run d
 import hashlib
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,6 @@ from titan_rl.config.sections import Config
 from titan_rl.ext.adapters.layers import PEFT_FOLDER, PEFT_WEIGHTS
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.lines import must_write
-from titan_rl.train.hf_folder import new_folder
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Cast, Group, Opponent, Prompt, Rollout
 
@@ -64,8 +64,11 @@ class Opponents:
         self._rating = state.get("rating", FIRST_RATING)
         for entry in self._config.pool:
             if entry not in OWN and steps_ago(entry) is None:
-                name = self._placed(Path(entry).name.replace(".", "-"), lambda new, source=entry: _copy(source, new))
-                self._others[entry] = Opponent(name.partition(".")[0], str(self._folder / name), 0)
+                name = Path(entry).name.replace(".", "-")
+                with self._scratch(name) as scratch:
+                    shutil.copytree(entry, scratch / PEFT_FOLDER)
+                    placed = self._placed(name, scratch / PEFT_FOLDER)
+                self._others[entry] = Opponent(name, str(self._folder / placed), 0)
         await self.keep(step)
 
     @property
@@ -78,13 +81,11 @@ class Opponents:
         self._step = step
         if step in self._kept or (step % self._config.interval and self._kept):
             return
-        final = self._folder / f"step-{step}"
-        with must_write(final), new_folder(final) as partial:
-            await self._trainers.export_added(str(partial))
-        name = self._placed(final.name, lambda new: (final / PEFT_FOLDER).rename(new))
-        shutil.rmtree(final)
-        self._kept[step] = name
-        self._ratings[final.name] = self._rating
+        name = f"step-{step}"
+        with must_write(self._folder / name), self._scratch(name) as scratch:
+            await self._trainers.export_added(str(scratch))
+            self._kept[step] = self._placed(name, scratch / PEFT_FOLDER)
+        self._ratings[name] = self._rating
 
     def cast(self, prompt: Prompt) -> Cast:
         """Return who plays in the episodes of a prompt: one opponent, or none."""
@@ -150,24 +151,25 @@ class Opponents:
     def _own(self, step: int) -> Opponent:
         return Opponent(f"step-{step}", str(self._folder / self._kept[step]), step)
 
-    def _placed(self, name: str, put: Any) -> str:
-        """Have `put` make a folder with adapters, and return the name that it gets, which ends with the digest of its
-        file. One that is there already, as after a resume, stays."""
-        new = self._folder / f".{name}.new"
-        shutil.rmtree(new, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        put(new)
-        digest = hashlib.sha256((new / PEFT_WEIGHTS).read_bytes()).hexdigest()[:DIGITS]
+    @contextmanager
+    def _scratch(self, name: str) -> Iterator[Path]:
+        """Yield a folder that nothing reads, beside the kept ones. A killed run leaves it to the next one."""
+        scratch = self._folder / f".{name}.new"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _placed(self, name: str, whole: Path) -> str:
+        """Rename a whole folder of adapters, once, and return its new name, which ends with the digest of its file. One
+        that is there already, as after a resume, stays."""
+        digest = hashlib.sha256((whole / PEFT_WEIGHTS).read_bytes()).hexdigest()[:DIGITS]
         final = self._folder / f"{name}.{digest}"
-        if final.exists():
-            shutil.rmtree(new)
-        else:
-            new.rename(final)
+        if not final.exists():
+            whole.rename(final)
         return final.name
-
-
-def _copy(source: str, new: Path) -> None:
-    shutil.copytree(source, new)
 
 
 def result(rollout: Rollout) -> float:

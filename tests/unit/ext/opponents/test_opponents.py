@@ -1,8 +1,11 @@
 """Who plays against the policy: draws, kept adapters, ratings and refusals."""
 
 import asyncio
+import hashlib
 import json
+import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -92,6 +95,77 @@ def test_a_run_that_is_resumed_draws_what_a_whole_one_draws(seed: int, weighting
     drawn = [(of.cast(prompt(id)) or {}) for of in (whole, resumed) for id in range(300, 400)]
     named = [{seat: opponent.name for seat, opponent in cast.items()} for cast in drawn]
     assert named[:100] == named[100:]
+
+
+class Slow(Writer):
+    """Trainers that write an adapter in parts, between each of which a run may be killed."""
+
+    async def export_added(self, folder: str) -> None:
+        (adapter := Path(folder, PEFT_FOLDER)).mkdir()
+        with (adapter / PEFT_WEIGHTS).open("wb") as file:
+            for _ in range(3):
+                sys.audit(WRITTEN)
+                file.write(b"part")
+                file.flush()
+        (adapter / PEFT_CONFIG).write_text("{}")
+
+
+WRITTEN, KILLED = "unit.written", 9
+DISK = {WRITTEN, "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree"}
+
+
+def killed_before(event: int, opponents: Opponents) -> bool:
+    """Begin a run in a process that is killed before it touches the disk for this time; return False if it is not."""
+    left = event
+
+    def kill(name: str, args: object) -> None:
+        nonlocal left
+        if name in DISK:
+            if not left:
+                os._exit(KILLED)
+            left -= 1
+
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            sys.addaudithook(kill)
+            asyncio.run(opponents.begin(0, {}))
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+def test_a_kill_leaves_no_half_adapter_that_a_resumed_run_takes(tmp_path: Path) -> None:
+    (other := tmp_path / "other.1").mkdir()
+    for name in (PEFT_WEIGHTS, PEFT_CONFIG):
+        (other / name).write_bytes(b"{}")
+
+    def run(folder: Path) -> Opponents:
+        section = OpponentsSection(pool=["start", str(other)])
+        settings = replace(Config(), opponents=section, environment=EnvironmentSection(seats=SEATS))
+        return Opponents(settings, folder, Slow())  # type: ignore[arg-type]
+
+    def kept(folder: Path) -> list[str]:
+        """Return the kept folders, each of which is whole."""
+        found = [path for path in folder.glob("opponents/*") if not path.name.startswith(".")]
+        for path in found:
+            digest = hashlib.sha256((path / PEFT_WEIGHTS).read_bytes()).hexdigest()
+            assert digest.startswith(path.name.partition(".")[2])
+            assert sorted(file.name for file in path.iterdir()) == sorted((PEFT_WEIGHTS, PEFT_CONFIG))
+        return sorted(path.name for path in found)
+
+    asyncio.run((whole := run(tmp_path / "whole")).begin(0, {}))
+    event = 0
+    while killed_before(event, run(folder := tmp_path / str(event))):
+        assert set(kept(folder)) <= set(kept(tmp_path / "whole"))
+        asyncio.run((resumed := run(folder)).begin(0, {}))
+        assert (resumed.state, kept(folder)) == (whole.state, kept(tmp_path / "whole"))
+        assert [path.name for path in folder.glob("opponents/.*")] == []
+        event += 1
+    assert event > 15, "a run touches the disk more often"
 
 
 @pytest.mark.parametrize("seed", range(6))
