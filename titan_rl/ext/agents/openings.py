@@ -2,7 +2,9 @@
 
     rows -> reset, once per row, in a child process -> Openings: tools and first observation by row -> Task.openings
 
-The first observation must be a function of the row: a demonstration of another one teaches nonsense.
+The first observation must be a function of the row: a demonstration of another one teaches nonsense. So every row of a
+file or of a user's own task is asked for. Generated problems have no place by which an opening could be found again:
+theirs must have no observation and equal tools, of which the first few problems are taken as proof.
 """
 
 import hashlib
@@ -32,7 +34,7 @@ from titan_rl.wire.sessions import Opening
 from titan_rl.wire.types import Prompt
 
 SECONDS = 60.0  # for the child to import the environment, and again for each row
-REPEATED = 4  # rows that are reset with two seeds
+REPEATED = 4  # rows that are reset with two seeds; problems that are compared
 
 
 class Openings(NamedTuple):
@@ -61,11 +63,11 @@ _known: dict[bytes, Openings] = {}
 
 def openings(config: Config, task: Task, tokenizer: TextTokenizer) -> Openings:
     """Return how the environment begins each training row, if supervised steps train on its conversations."""
-    e, files = config.environment, config.task.name == "jsonl"
+    e, known = config.environment, task.known
     trains = config.algorithm.kind == "supervised" or config.cold_start.steps > 0
     if not (trains and e.name) or e.name in GAMES:
         return Openings({})
-    examples = task.train if files else task.known[:1]
+    examples = [example for example in known if example.where] or known[:REPEATED]
     try:
         prompts = [task.prompt(example, id, tokenizer) for id, example in enumerate(examples)]
     except Exception:  # the chat template refuses a row, which check_row_lengths reports
@@ -85,9 +87,9 @@ def _offered(prompt: Prompt, seed: int) -> dict[str, Any]:
 def _asked(question: Question, places: Sequence[str]) -> Openings:
     e = question.environment
     answer = ask(f"{__name__}:answer", question, seconds=SECONDS, lines=len(places) + 1, rows="resetting environments")
-    by_row = dict[str, Opening]()
+    by_row, begun = dict[str, Opening](), list[Opening]()
     for place, line in zip(places, answer.lines, strict=False):
-        row = place or "the first problem"
+        row = place or f"problem {len(begun) + 1}"
         if "error" in line:
             return Openings({}, f"environment.name: expected {e.name!r} to reset for {row}, found {line['error']}")
         first, *others = (_opening(each) for each in line["openings"])
@@ -96,13 +98,15 @@ def _asked(question: Question, places: Sequence[str]) -> Openings:
             why = "because demonstrations are read after it"
             expected = f"a first observation and tools that depend on the row only, not on seeds, {why}"
             return Openings({}, f"environment.name: expected {expected}; found for {row}: {seen}")
-        if first.observation and not place:
-            why = f"its demonstrations are read after the first observation of {e.name!r}, which is asked of rows only"
-            return Openings({}, f'task.name: expected "jsonl", because {why}, found another')
+        begun.append(first)
+        if not place and (first.observation or first != begun[0]):
+            read = "first observation" if first.observation else "tools, which differ between problems,"
+            why = f"its demonstrations are read after the {read} of {e.name!r}, and these are asked of rows only"
+            return Openings({}, f'task.name: expected "jsonl" or a function of rows, because {why}, found another')
         if first.observation or first.tools:
             by_row[place] = first
     if answer.failed:
-        row = places[min(len(answer.lines), len(places) - 1)]
+        row = places[min(len(answer.lines), len(places) - 1)] or f"problem {len(answer.lines) + 1}"
         return Openings({}, f"environment.name: expected {e.name!r} to reset for {row}, found {answer.ended}")
     return Openings(by_row)
 

@@ -68,6 +68,37 @@ class Exits:
             os._exit(7)
 
 
+def own_rows(seed: int, eval_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return drawn rows of a user's own task."""
+    draws = random.Random(seed)
+    rows = [{"question": "Go", "answer": "b", "price": draws.randint(1, 9)} for _ in range(6)]
+    return rows[eval_size:], rows[:eval_size]
+
+
+class ByProblem:
+    """Tools that depend on a generated problem."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.tools = [self.add] if row["b"] > 40 else []
+
+    def add(self, n: int) -> int:
+        """Add."""
+        return n
+
+    def step(self, reply: Reply) -> Step:
+        return Step("", 1.0, True)
+
+
+class SameTools(ByProblem):
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.tools = [self.add]
+
+
+class ReadsProblems(ByProblem):
+    def reset(self, row: Mapping[str, Any]) -> str:  # type: ignore[override]
+        return "Add!" if row["b"] > 40 else ""
+
+
 def case(folder: Path, name: str, template: str = "chat", python: str = "", **columns: Any) -> tuple[Config, Task]:
     rows = [{"question": "Go", "answer": "b", "price": n, **columns} for n in (1, 2)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,6 +142,43 @@ def test_a_demonstration_reads_what_a_rollout_reads(tmp_path: Path, name: str, t
         (sample,) = supervised(prompt, tokenizer, found.by_row.get(prompt.where))
         assert list(sample.tokens) == [*played.contexts[id][0], *end]
         assert sample.prompt == len(played.contexts[id][0]) > len(prompt.tokens)
+
+
+@pytest.mark.parametrize("template", ["chat", "plain"])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_row_of_an_own_task_begins_as_its_rollouts_do(tmp_path: Path, seed: int, template: str) -> None:
+    chat_folder(tmp_path, "hermes")
+    config, _ = case(tmp_path, "Shop", template)
+    config = replace(config, task=replace(config.task, name=f"{__name__}:own_rows", path=""))
+    task, tokenizer = load_task(config.task, seed=seed, eval_size=0), TextTokenizer.load(tmp_path, OWN_CHAT)
+    found = openings(config, task, tokenizer)
+    assert not found.problem
+    prompts = [task.prompt(example, id, tokenizer) for id, example in enumerate(task.train)]
+    with playing(config.environment.name, tmp_path, chat=TOKENIZERS[template]) as played:
+        played.play(prompts, lambda id, turn: [*tokenizer.encode("b"), tokenizer.eos], end=tokenizer.eos)
+    for id, prompt in enumerate(prompts):
+        (sample,) = supervised(prompt, tokenizer, found.by_row.get(prompt.where))
+        assert list(sample.tokens[: sample.prompt]) == list(played.contexts[id][0])
+        assert sample.prompt > len(prompt.tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ByProblem", "because its demonstrations are read after the tools, which differ between problems, of"),
+        ("ReadsProblems", "because its demonstrations are read after the first observation of"),
+        ("SameTools", ""),
+    ],
+)
+def test_generated_problems_must_begin_alike(tmp_path: Path, name: str, why: str) -> None:
+    chat_folder(tmp_path, "hermes")
+    config, _ = case(tmp_path, name)
+    config = replace(config, task=replace(config.task, name="addition", path=""))
+    task = load_task(config.task, seed=0, eval_size=0)
+    train = [task.train[number] for number in (3, 50, 4, 51)]  # sums of small and large numbers
+    found = openings(config, replace(task, train=train), TextTokenizer.load(tmp_path, OWN_CHAT))
+    assert (why in found.problem and bool(found.problem)) == bool(why), found
+    assert list(found.by_row) == [""] * (not why)
 
 
 def test_the_turns_of_a_demonstration_follow_the_first_observation(tmp_path: Path) -> None:
