@@ -1,6 +1,8 @@
 """Plans: the recommended TOMLs pass the dry run, models that do not fit name a cluster, bad input is refused."""
 
 import csv
+import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.tools.plan import choose
 from titan_rl.tools.plan.__main__ import main, parser, read_case
 from titan_rl.tools.plan.choose import Case, Plan, plans
+from titan_rl.tools.plan.draft_gains import Drafted, drafted_in, read_drafted, speed_up
 from titan_rl.tools.plan.facts import read_facts
 from titan_rl.tools.plan.rates import NOTHING, EngineRates, Spread, Work
 from titan_rl.tools.plan.roofline import Roofline, StepTime, drawn, step_time
@@ -70,10 +73,15 @@ def test_what_is_recommended_passes_the_dry_runs_checks(
         assert any(line.startswith(label) for line in lines)
 
 
-def test_keys_of_the_user_are_kept(tmp_path: Path) -> None:
+def test_keys_of_the_user_are_kept_and_drafts_are_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.toml"
     keys = ["--generator.tensor_parallel_degree", "2", "--rollout.group_size", "8"]
-    assert main([*QUESTIONS["8B"], *keys, "--out", str(out)]) == 0
+    assert main([*QUESTIONS["8B"], *keys, "--drafts", "0.5", "--out", str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"drafts 2\.00 of 4\.00 drafted tokens accepted .*? (\S+) times as fast with 8 sequences", text)
+    assert found
+    assert 1 < float(found[1]) < 3
+    assert re.search(r" with 64, \S+ with 256; an estimate that no GPU has measured: generator.drafts is refused", text)
     config = load(out, gpus=True)
     assert (config.generator.tensor_parallel_degree, config.rollout.group_size) == (2, 8)
 
@@ -89,6 +97,52 @@ def test_what_cannot_fit_names_the_smallest_cluster(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "plan.toml").exists()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_gain_between_what_they_sample_and_what_they_multiply(seed: int) -> None:
+    """Where a step waits for its weights, drafts are free; where it waits for products, each costs a token."""
+    draws = random.Random(seed)
+    n, context, tokens = draws.randint(1, 300), draws.uniform(10, 5000), draws.uniform(0.1, 4)
+    drafted = Drafted(tokens, accepted=draws.uniform(0, tokens))
+    rates = EngineRates(
+        step_s=draws.uniform(0, 1e-3),
+        weights_s=draws.uniform(1e-4, 1e-2),
+        sequence_s=draws.uniform(1e-7, 1e-3),
+        context_s=draws.uniform(0, 1e-8),
+        gap_s=draws.uniform(0, 5e-3),
+        host_s=draws.uniform(0, 1e-4),
+    )
+    samples, multiplies = 1 + drafted.accepted, 1 + drafted.tokens
+    assert samples / multiplies - 1e-9 <= speed_up(rates, n, context, drafted) <= samples + 1e-9
+    assert speed_up(replace(rates, sequence_s=0.0), n, context, drafted) == pytest.approx(samples)
+    bound = EngineRates(step_s=0.0, sequence_s=rates.sequence_s)
+    assert speed_up(bound, n, context, drafted) == pytest.approx(samples / multiplies)
+    assert speed_up(replace(rates, ahead=True), n, context, drafted) <= speed_up(rates, n, context, drafted) + 1e-9
+
+
+def test_drafts_of_a_run_are_counted_by_its_sequences_steps(tmp_path: Path) -> None:
+    draws, lines, total = random.Random(0), list[dict[str, object]](), [0, 0, 0]
+    for step in range(1, 30):
+        line: dict[str, object] = {"kind": "rl", "step": step, "time": float(step)}
+        steps, each = draws.randint(1, 5000), draws.uniform(0, 4)
+        drafted = round(each * steps)
+        accepted = draws.randint(0, drafted)
+        if draws.random() < 0.8:
+            line |= {"engine/drafted_tokens": drafted, "engine/accepted_tokens": accepted}
+        line["tokens/sampled"] = steps + accepted
+        if draws.random() < 0.2:
+            line["eval/score"] = 0.5
+        elif "engine/drafted_tokens" in line:
+            total = [a + b for a, b in zip(total, (steps, drafted, accepted), strict=True)]
+        lines.append(line)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected = (total[1] / total[0], total[2] / total[0])
+    assert read_drafted(str(tmp_path)) == drafted_in(lines) == pytest.approx(expected)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "rl", "step": 1, "time": 1.0}) + "\n")
+    for bad in (str(tmp_path), str(tmp_path / "none"), "1.2", "-0.1", "nan"):
+        with pytest.raises(ValueError, match="expected a share from 0 to 1, or a run's folder with engine/drafted"):
+            read_drafted(bad)
+
+
 def test_all_bad_input_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(
@@ -101,6 +155,8 @@ def test_all_bad_input_is_refused_at_once(capsys: pytest.CaptureFixture[str]) ->
                 "answers 5",
                 "--days",
                 "0",
+                "--drafts",
+                "2",
                 "--tranining.steps",
                 "1",
             ]
@@ -112,6 +168,7 @@ def test_all_bad_input_is_refused_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--gpus: expected",
         "--tokens: expected",
         "--days: expected",
+        "--drafts: expected a share from 0 to 1",
         "[tranining]",
     ):
         assert part in printed

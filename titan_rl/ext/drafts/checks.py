@@ -6,6 +6,8 @@ from titan_rl.config.sections import Config
 from titan_rl.preflight.refusal import problem
 from titan_rl.wire.model_shape import ModelShape
 
+DRAFTED = 4  # most tokens of a draft
+
 
 def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
     """Check that steps which verify drafts sample what steps without them do."""

@@ -4,6 +4,7 @@ import math
 from statistics import fmean, median
 
 from titan_rl.config.sections import Config
+from titan_rl.record.lines import is_number
 from titan_rl.tools.diagnosis.answer_facts import AnswerFacts
 from titan_rl.tools.diagnosis.findings import Change, RunFinding, moved, number, percent
 from titan_rl.tools.diagnosis.history import RECENT, MetricsHistory
@@ -22,6 +23,8 @@ AGREEMENT = 0.75  # share of replayed experts: rounding leaves 98%, a lag less, 
 SLOWER = 2.0  # times the early seconds of a step: a shared host varies by less over RECENT steps
 SLOWER_SECONDS = 1.0  # below it, seconds are the noise of a host's scheduler
 EARLY = 10  # steps whose median is the usual time
+DRAFTS_STEPS = 10  # siblings have no answers to draft from before prompts come again
+LOSES = 0.95  # times the tokens a second: an estimate nearer to 1 is no reason to change a key
 PARTS = {
     "time/generate": ("sampling", "generator.replicas"),
     "time/train": ("training", "training.local_batch_size"),
@@ -156,6 +159,33 @@ def routes(run: MetricsHistory) -> RunFinding | None:
         "Equal weights agree on nearly all: the routes belong to other tokens, or the weights differ. Compare the gap "
         "without the replay: if that is smaller, the routes are misplaced.",
         explains=frozenset(("collapse", "flat", "gap", "stale")),
+    )
+
+
+def drafts(run: MetricsHistory) -> RunFinding | None:
+    """Drafts of which so few are accepted that sampling is slower with them, by the plan's model of a decode step."""
+    if run.config.generator.drafts == "none":
+        return None
+    from titan_rl.tools.plan.draft_gains import drafted_in, speed_up_on_cpu  # reads facts that other runs do not need
+
+    lines = [line for line in run.lines if is_number(line.get("engine/drafted_tokens"))]
+    found, answer = drafted_in(lines[-DRAFTS_STEPS:]), run["completions/mean_length"].recent()
+    if len(lines) < DRAFTS_STEPS or found is None or not answer > 0:
+        return None
+    gain = speed_up_on_cpu(run.config, found, answer)
+    if gain is None or gain > LOSES:
+        return None
+    return RunFinding(
+        "drafts",
+        f"generator.drafts: {percent(found.accepted / found.tokens)} of the drafted tokens are accepted, "
+        f"{number(found.accepted)} of {number(found.tokens)} in a sequence's decode step: by estimate "
+        f"sampling takes {1 / gain:.2f} times as long as without drafts",
+        lines[-DRAFTS_STEPS]["step"],
+        run.last,
+        (Change.of(run.config, "generator.drafts", "none"),),
+        "Every drafted token costs a product, and only an accepted one saves a step. No token changes without drafts: "
+        "compare engine/sampling_seconds of a few steps.",
+        problem=False,
     )
 
 

@@ -48,6 +48,7 @@ RULES: Sequence[Rule] = (
     signal_rules.prompts,
     update_rules.flat,
     engine_rules.slow,
+    engine_rules.drafts,
 )
 TEACHER_RULES: Sequence[Rule] = (
     update_rules.not_finite,
@@ -61,6 +62,7 @@ TEACHER_RULES: Sequence[Rule] = (
     teacher_rules.uncovered,
     update_rules.rate_too_small,
     engine_rules.slow,
+    engine_rules.drafts,
 )
 """For runs that learn from a teacher without rewards."""
 FIT_RULES: Sequence[Rule] = (

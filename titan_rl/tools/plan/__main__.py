@@ -25,9 +25,10 @@ from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.shapes import MAX_SEQ_LEN
 from titan_rl.tools.plan.cheaper import Budget, budget, cheaper, objections
 from titan_rl.tools.plan.choose import LAGS, Case, choose, slower, smallest
+from titan_rl.tools.plan.draft_gains import described, read_drafted
 from titan_rl.tools.plan.facts import Facts, Gpu, read_facts
 from titan_rl.tools.plan.rates import NOTHING, Spread, Work
-from titan_rl.tools.plan.screen import comparison, day_count, folded, screen
+from titan_rl.tools.plan.screen import comparison, day_count, folded, row, screen
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.gpus import NO_GPUS, found_gpus
@@ -52,6 +53,7 @@ FLAGS = {
     "tokens": ("prompt 300, answer 1000 +- 700", "mean, '+-' deviation, 'at most' most"),
     "turns": ("", "such as '4 +- 2, observation 200, environment 3 s'"),
     "price": (0.0, "of a GPU-hour"),
+    "drafts": ("", "also estimate what drafts gain: the share of them that is accepted, or a run's folder"),
     "out": ("plan.toml", "the TOML to write"),
     "facts": ("", "a TOML with rows of titan_rl/tools/plan/facts.toml to replace or add"),
 }
@@ -85,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes = f", {case.nodes} nodes of {case.gpu.per_node}" * (case.nodes > 1)
     title = f"{title}{nodes}, {day_count(options.days)}"
     print("\n".join(screen(case, best, title, notes, options.prompts, options.price)))
+    if options.drafts:
+        print("\n".join(row("drafts", described(best.plan.line, read_drafted(options.drafts)))))
     if options.compare:
         print("\n".join(comparison([*slower(chosen), *case.rejected])))
     for path, text in written.items():
@@ -131,6 +135,10 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
         machine = cluster(options.gpus, facts)
     except ValueError as error:
         problems.append(f"--gpus: {error}")
+    try:
+        _ = options.drafts and read_drafted(options.drafts)
+    except ValueError as error:
+        problems.append(f"--drafts: {error}")
     texts = spreads("--tokens", options.tokens, ("prompt", "answer"), problems)
     turns = (
         spreads("--turns", options.turns, ("turns", "observation", "environment"), problems) if options.turns else {}

@@ -76,8 +76,8 @@ class Roofline:
 
     @cached_property
     def rates(self) -> Rates:
-        sides = (self.engine, self.trainer, self.sync)
-        engine, trainer, sync = ({key: sum(terms.values()) for key, terms in side.items()} for side in sides)
+        sides = (self.trainer, self.sync)
+        trainer, sync = ({key: sum(terms.values()) for key, terms in side.items()} for side in sides)
         cores = float(usable_cores()) if self.on_cpu else math.inf
         busy = [number * float(self.on_cpu) for number in threads_of(self.config)]
         cache = needs(self.config, self.shape, int(self.gpu.memory_gb * 2**30))["generator"].own.kept["KV cache"].nbytes
@@ -85,20 +85,21 @@ class Roofline:
         block = BLOCK_TOKENS["cpu" if self.on_cpu else "cuda"]
         started = self.facts.rates["engine_start"]
         return Rates(
-            EngineRates(
-                **engine,
-                cached_tokens=cached,
-                block=block,
-                start_s=started,
-                cores=busy[0],
-                ahead=self.config.generator.async_scheduling is True,
-                passed_over=1 - self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0,
-            ),
+            replace(self.decode, cached_tokens=cached, block=block, start_s=started, cores=busy[0]),
             TrainerRates(**trainer, cores=busy[1]),
             SyncRates(**sync),
             environment=self.environment,
             step_s=self.facts.rates["controller"],
             cores=cores,
+        )
+
+    @property
+    def decode(self) -> EngineRates:
+        """Return the rates of one replica's steps, whose cache has no limit."""
+        return EngineRates(
+            **{key: sum(terms.values()) for key, terms in self.engine.items()},
+            ahead=self.config.generator.async_scheduling is True,
+            passed_over=1 - self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0,
         )
 
     @property

@@ -43,42 +43,42 @@ def screen(
     both = "all of them train and sample in turn"
     yield from folded(title)
     for label, text in notes:
-        yield from _row(label, text)
+        yield from row(label, text)
     yield ""
-    yield from _row("placement", f"{c.placement.kind}: {both if c.placement.kind == 'colocated' else split}")
+    yield from row("placement", f"{c.placement.kind}: {both if c.placement.kind == 'colocated' else split}")
     parts = [plan.layout, f"LoRA of rank {c.lora.rank}" * c.lora.on, "states in host memory" * t.enable_cpu_offload]
     parts += [f"recompute {c.activation_checkpoint.mode}", f"microbatches of {t.local_batch_size} x {t.seq_len} tokens"]
-    yield from _row("  trainer", f"{', '.join(filter(None, parts))}{_memory(plan, 'trainer')}")
+    yield from row("  trainer", f"{', '.join(filter(None, parts))}{_memory(plan, 'trainer')}")
     parts = [f"{g.replicas} x TP {g.tensor_parallel_degree}", "fp8" * (g.quantization == "fp8")]
     parts += [f"at most {g.max_num_seqs} sequences each"]
     parts += [f"a cache of {count(rates.engine.cached_tokens)} tokens" * bool(rates.engine.cached_tokens)]
-    yield from _row("  engines", f"{', '.join(filter(None, parts))}{_memory(plan, 'generator')}")
+    yield from row("  engines", f"{', '.join(filter(None, parts))}{_memory(plan, 'generator')}")
     streamed = f", updates streamed in parts of {t.stream_groups} groups" * bool(t.stream_groups)
-    yield from _row("algorithm", f"{c.algorithm.name}, lag {r.max_staleness_steps}{streamed}, lr {c.optimizer.lr:g}")
+    yield from row("algorithm", f"{c.algorithm.name}, lag {r.max_staleness_steps}{streamed}, lr {c.optimizer.lr:g}")
     batch = f"{r.groups_per_step} prompts x {r.group_size} answers, {count(tokens)} sampled tokens"
-    yield from _row("lengths", lengths(work))
-    yield from _row("batch", f"{batch}; all {prompts:,} prompts take {prompts / r.groups_per_step:.1f} steps")
-    yield from _row("weight sync", _sync(plan))
+    yield from row("lengths", lengths(work))
+    yield from row("batch", f"{batch}; all {prompts:,} prompts take {prompts / r.groups_per_step:.1f} steps")
+    yield from row("weight sync", _sync(plan))
     how = "simulated" if plan.simulated else "closed form"
     seconds = " and ".join(f"{name} {sum(side.values()):.1f} s" for name, side in plan.sides.items())
     turns = "overlap" if s.overlaps else "take turns"
-    yield from _row("step", f"{plan.seconds:.1f} s, {how}; without waits {seconds}, which {turns}")
+    yield from row("step", f"{plan.seconds:.1f} s, {how}; without waits {seconds}, which {turns}")
     if not line.on_cpu:
         least, most = (plan.seconds / case.facts.rates[f"published_{end}"] for end in ("most", "least"))
         text = f"a lower bound; {spent.seconds:.1f} s expected, {least:.1f} to {most:.1f}, as published steps of this"
-        yield from _row("", f"{text} kind took {_longer(case)} as long as planned (docs/plan.md)")
+        yield from row("", f"{text} kind took {_longer(case)} as long as planned (docs/plan.md)")
     for name, side in plan.sides.items():
         largest = sorted(side.items(), key=lambda term: -term[1])[:TERMS]
         shown = (f"{term} {seconds:.1f}" for term, seconds in largest if seconds >= plan.seconds * SMALL)
-        yield from _row(f"  {name}", f"{', '.join(shown)} s")
+        yield from row(f"  {name}", f"{', '.join(shown)} s")
     rate = f"{tokens / spent.seconds:,.0f} tokens/s, all prompts {passes:,.0f} times"
     rate += f"; {spent.hours:,.0f} GPU-hours" * (not line.on_cpu)
-    yield from _row(f"in {day_count(days)}", f"{steps:,} steps, {count(steps * tokens)} sampled tokens, {rate}")
+    yield from row(f"in {day_count(days)}", f"{steps:,} steps, {count(steps * tokens)} sampled tokens, {rate}")
     found = plan.simulated
     if found:
         idle = f"trainers idle {found.trainers_idle:.0%}, engines {found.engines_idle:.0%}"
         age = fmean(step["policy_age/mean"] for step in found.steps)
-        yield from _row("staleness", f"mean {age:.2f} steps, at most {r.max_staleness_steps}; {idle}")
+        yield from row("staleness", f"mean {age:.2f} steps, at most {r.max_staleness_steps}; {idle}")
     if price:
         total = price * spent.hours
         each = 1e6 * total / (steps * tokens)
@@ -87,17 +87,17 @@ def screen(
             r = case.facts.rates
             ends = [each * r["published_median"] / r[f"published_{end}"] for end in ("most", "least")]
             text += f", {ends[0]:.2f} to {ends[1]:.2f} as published steps"
-        yield from _row("cost", text)
+        yield from row("cost", text)
     yield ""
     yield "likeliest failures, and the metrics that show them"
     likeliest = sorted(failures(case, plan, days, passes), key=lambda failure: -failure[0])
     for number, (_, text, metrics) in enumerate(likeliest[:FAILURES], 1):
-        yield from _row(f"  {number}", f"{text}: {', '.join(metrics)}")
+        yield from row(f"  {number}", f"{text}: {', '.join(metrics)}")
     gains = kernels(plan)
     if gains:
         text, saved = max(gains.items(), key=lambda gain: gain[1])
         share = f"at most {saved:.1f} s, {saved / plan.seconds:.0%} of the step"
-        yield from _row("first kernel", f"{text}: saves {share}")
+        yield from row("first kernel", f"{text}: saves {share}")
 
 
 def _longer(case: Case) -> str:
@@ -211,7 +211,7 @@ def kernels(plan: Plan) -> Mapping[str, float]:
     return found
 
 
-def _row(label: str, text: str) -> Iterator[str]:
+def row(label: str, text: str) -> Iterator[str]:
     """Yield a label and its text, wrapped at the width of the screen."""
     line = f"{label:<{LABEL}}"
     for word in text.split():

@@ -348,6 +348,39 @@ def test_misplaced_routes_are_the_cause_of_the_gap(age: float, key: str) -> None
     assert not found(metrics(20, cfg, change=lambda step, line: right), cfg).problems
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_that_cost_more_than_they_save_are_noted(seed: int) -> None:
+    draws = random.Random(seed)
+    sizes = {"model__dim": 64 * draws.randint(16, 40), "model__n_layers": draws.randint(8, 24), "model__n_heads": 16}
+    sizes |= {"model__n_kv_heads": 16, "model__hidden_dim": 64 * draws.randint(32, 64)}
+    batch = {"rollout__groups_per_step": draws.randint(16, 64), "rollout__group_size": draws.randint(8, 16)}
+    cfg = config(generator__drafts=draws.choice(["siblings", "ngram"]), **sizes, **batch)
+    without = config(**sizes, **batch)
+
+    def drafted(share: float) -> Callable[[int, Line], Line]:
+        def change(step: int, line: Line) -> Line:
+            steps = draws.randint(5_000, 9_000)
+            accepted = round(4 * share * steps)
+            return {"engine/drafted_tokens": 4 * steps, "engine/accepted_tokens": accepted,
+                    "tokens/sampled": steps + accepted}  # fmt: skip
+
+        return change
+
+    few, many = draws.uniform(0, 0.4), draws.uniform(0.98, 1)
+    notes = [each for each in found(metrics(20, cfg, change=drafted(few)), cfg).findings if each.rule == "drafts"]
+    assert [(str(each.changes[0]), each.problem) for each in notes] == [
+        (f"generator.drafts = none (now {cfg.generator.drafts})", False)
+    ]
+    assert "by estimate sampling takes " in notes[0].text
+    for lines, given in (
+        (metrics(20, cfg, change=drafted(many)), cfg),
+        (metrics(9, cfg, change=drafted(few)), cfg),
+        (metrics(20, cfg), cfg),
+        (metrics(20, without), without),
+    ):
+        assert "drafts" not in [each.rule for each in found(lines, given).findings]
+
+
 def test_stale_samples_ask_for_less_lag() -> None:
     cfg = config("grpo_llama_async", rollout__max_staleness_steps=8)
     old = {"policy_age/mean": 6.2, "policy_age/max": 8.0, "off_policy/ess": 0.31, "clip_ratio/high": 0.2,

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.vllm.engine import ColumnRecorder, EngineSettings, OpenRequest
-from titan_rl.ext.drafts.checks import reasons_against
+from titan_rl.ext.drafts.checks import DRAFTED, reasons_against
 from titan_rl.ext.drafts.ranks.matched_draws import MatchedDraws
 from titan_rl.wire.types import Request
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from vllm import CompletionOutput
 
-DRAFTED = 4  # most tokens of a draft
 MATCHED = (8, 4, 2)  # how many last tokens of a sample are looked for, the best first
 MOST_BYTES, MOST_OF_PROMPT = 1 << 26, 1 << 17  # of answers kept
 MOST_NAMES = 1 << 16  # of rollouts and groups
