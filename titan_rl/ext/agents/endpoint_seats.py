@@ -28,6 +28,7 @@ from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 RETRIES = (0.5, 2.0)  # seconds before each
+UNANSWERED = "had not answered"
 LEAST_WAIT = 0.5  # seconds, of a server that asks for fewer
 URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,79}")
@@ -108,7 +109,8 @@ async def unreached(endpoints: Sequence[SeatEndpoint], seconds: float) -> list[s
             async with asyncio.timeout(seconds):
                 reply_of(await asked(server, [{"role": "user", "content": "Hello."}], endpoint.request(0)), server)
         except (OSError, ValueError) as error:  # a late answer is an OSError, too
-            found = str(error) or f"{server.name} had not answered within {seconds:g} s"
+            notes = getattr(error.__cause__ or error.__context__, "__notes__", [f"{server.name} {UNANSWERED}"])
+            found = str(error) or f"{notes[0]} within {seconds:g} s"
             return f"environment.endpoints.{endpoint.seat}: expected a model that answers, found {found}"
         finally:
             await server.close()
@@ -165,7 +167,7 @@ class EndpointPolicy:
 async def asked(server: ChatServer, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
     """Return the body of a reply, at the first attempt or a later one. The caller has a deadline, which bounds the
     waits that the server asks for."""
-    retries, late = iter(RETRIES), f"{server.name} had not answered"
+    retries, late = iter(RETRIES), f"{server.name} {UNANSWERED}"
     try:
         while True:
             try:
@@ -175,7 +177,7 @@ async def asked(server: ChatServer, messages: Sequence[Message], settings: Mappi
                 if not error.passing or seconds is None:
                     raise
                 if error.wait_s is not None:
-                    late = f"{error}; it asked to wait {error.wait_s:g} s"
+                    late = f"{error}; it asked to wait {error.wait_s:g} s, and {UNANSWERED}"
             await asyncio.sleep(seconds)
     except asyncio.CancelledError as error:
         error.add_note(late)

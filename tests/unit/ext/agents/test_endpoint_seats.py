@@ -1,5 +1,6 @@
 """Seats that an endpoint plays: a server of this process, in episodes of this process."""
 
+import asyncio
 import random
 import sys
 import time
@@ -277,6 +278,20 @@ def test_a_busy_endpoint_is_asked_again_when_it_asks_for_it(tmp_path: Path) -> N
         for (code, form, wait), asked, again in zip(plan, times, times[1:], strict=False):
             assert again - asked >= wait * (code != 500 and form != "malformed") - 0.01
         assert outcome.status != "timeout" or "; it asked to wait 3" in outcome.error
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_endpoint_that_is_late_before_the_run_is_named_with_its_last_answer(seed: int) -> None:
+    draws = random.Random(seed)
+    code, wait, silent = draws.choice([429, 503]), draws.randint(60, 3600), draws.random() < 0.5
+    busy = web.Response(status=code, text="later", headers={"Retry-After": str(wait)})
+    with answering(lambda body: None if silent else busy) as (url, _):
+        (found,) = asyncio.run(endpoint_seats.unreached([SeatEndpoint("user", url, "m")], 2.0))
+    answered = "" if silent else f" answered {code}: later; it asked to wait {wait} s, and"
+    assert found == (
+        f"environment.endpoints.user: expected a model that answers, found the user at {url}{answered} had not "
+        "answered within 2 s"
+    )
 
 
 def test_an_endpoint_has_a_limit_of_turns(tmp_path: Path) -> None:
