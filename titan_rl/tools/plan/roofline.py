@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -96,8 +97,9 @@ class Roofline:
     @property
     def decode(self) -> EngineRates:
         """Return the rates of one replica's steps, whose cache has no limit."""
+        seconds: dict[str, Any] = {key: sum(terms.values()) for key, terms in self.engine.items()}
         return EngineRates(
-            **{key: sum(terms.values()) for key, terms in self.engine.items()},
+            **seconds,
             ahead=self.config.generator.async_scheduling is True,
             passed_over=1 - self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0,
         )

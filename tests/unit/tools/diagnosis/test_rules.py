@@ -351,9 +351,16 @@ def test_misplaced_routes_are_the_cause_of_the_gap(age: float, key: str) -> None
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_that_cost_more_than_they_save_are_noted(seed: int) -> None:
     draws = random.Random(seed)
-    sizes = {"model__dim": 64 * draws.randint(16, 40), "model__n_layers": draws.randint(8, 24), "model__n_heads": 16}
+    sizes: dict[str, Any] = {
+        "model__dim": 64 * draws.randint(16, 40),
+        "model__n_layers": draws.randint(8, 24),
+        "model__n_heads": 16,
+    }
     sizes |= {"model__n_kv_heads": 16, "model__hidden_dim": 64 * draws.randint(32, 64)}
-    batch = {"rollout__groups_per_step": draws.randint(16, 64), "rollout__group_size": draws.randint(8, 16)}
+    batch: dict[str, Any] = {
+        "rollout__groups_per_step": draws.randint(16, 64),
+        "rollout__group_size": draws.randint(8, 16),
+    }
     cfg = config(generator__drafts=draws.choice(["siblings", "ngram"]), **sizes, **batch)
     without = config(**sizes, **batch)
 
