@@ -67,6 +67,7 @@ def test_a_run_resumes(runs: Runs, folder: Path, usual: Run) -> None:
     assert steps(trained(runs, folder, "resumed")) == steps(usual)
 
 
+@pytest.mark.slow
 def test_it_learns_and_exports(runs: Runs, folder: Path) -> None:
     run = trained(runs, folder, "learns", training__steps=120, training__global_batch_size=64)
     losses = [loss for loss, _ in steps(run)]

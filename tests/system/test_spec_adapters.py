@@ -69,7 +69,7 @@ def test_engines_apply_the_adapters(whole: Run, model: tuple[Path, int]) -> None
     assert_merged(model, whole.folder / "hf", torch.float32)
 
 
-@pytest.mark.parametrize("pair", slow_except(PAIRS, 0, 2))
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 2))
 def test_engines_sample_with_the_adapters(runs: Runs, model: tuple[Path, int], pair: str) -> None:
     keys, most = PAIRS[pair]
     run = adapted_run(runs, model, pair, **keys)

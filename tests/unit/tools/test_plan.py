@@ -12,6 +12,7 @@ import pytest
 
 from bench.gpu import trainer_steps
 from support.shapes import LLAMA_8B
+from support.slow_cases import slow_except
 from titan_rl.config.auto import on_device
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.memory import GIB, on_gpus
@@ -57,13 +58,13 @@ def preset(name: str, *keys: tuple[str, str]) -> StepTime:
     return step_time(Roofline(config, shape, facts.gpus["H100"], facts, work))
 
 
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+@pytest.mark.parametrize("name", slow_except(QUESTIONS, 0, 1, 2))
 def test_what_is_recommended_passes_the_dry_runs_checks(
-    question: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "plan.toml"
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*question, "--price", "2.5", "--out", str(out)]) == 0  # which checks it
+    assert main([*QUESTIONS[name], "--price", "2.5", "--out", str(out)]) == 0  # which checks it
     config, lines = load(out, gpus=True), capsys.readouterr().out.splitlines()
     assert config.training.steps > 0
     assert len(lines) <= 55
