@@ -67,7 +67,7 @@ class Run(RunFiles):
 
     process: subprocess.Popen[str]
 
-    def finish(self, timeout: float = 300) -> str:
+    def finish(self, timeout: float = 500) -> str:
         out, _ = self.process.communicate(timeout=timeout)
         return out
 
@@ -75,7 +75,7 @@ class Run(RunFiles):
     def code(self) -> int | None:
         return self.process.returncode
 
-    def wait_for_step(self, step: int, kind: str = "rl", timeout: float = 120) -> None:
+    def wait_for_step(self, step: int, kind: str = "rl", timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:
             if any(line["step"] >= step for line in self.lines("metrics.jsonl", kind)):
