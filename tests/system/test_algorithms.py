@@ -12,6 +12,7 @@ import pytest
 
 from support.forked_programs import output_of
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.tasks.prompts import judged
 from titan_rl.tasks.task import addition
 from titan_rl.text.tokenizer import TextTokenizer
@@ -85,7 +86,7 @@ def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", slow_except(RL, 0, 4, 5, 6, 8, 10, 12))
 def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> None:
     """From random weights, whose answers have rewards that differ."""
     keys: dict[str, Any] = {**STEPS, **DENSE, "cold_start__steps": 0, **RL[name]}
@@ -101,7 +102,7 @@ def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> N
     assert run.summary()["final_eval"] is not None
 
 
-@pytest.mark.parametrize("mesh", ["own", "trainer"])
+@pytest.mark.parametrize("mesh", slow_except(["own", "trainer"], 1))
 def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_path: Path, mesh: str) -> None:
     teacher: dict[str, Any] = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
     lines = steps(runs.finish(tmp_path / "run", "opd_llama", **STEPS, **teacher))
@@ -109,7 +110,7 @@ def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_pat
     assert all(line["advantage/min"] != line["advantage/max"] for line in lines)
 
 
-@pytest.mark.parametrize("mesh", ["own", "trainer"])
+@pytest.mark.parametrize("mesh", slow_except(["own", "trainer"], 0))
 def test_a_divergence_from_a_teacher_falls(runs: Runs, language_model: Run, tmp_path: Path, mesh: str) -> None:
     """A step made again from its recorded batch is the same."""
     teacher: dict[str, Any] = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
@@ -141,7 +142,7 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
     assert 0 <= run.summary()["final_eval"] <= 1
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("name", slow_except(["dpo", "ipo", "kto"], 0, 2))
 def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path, name: str) -> None:
     """The reference on a separate mesh, and lent to the trainer: the same numbers."""
     keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
@@ -196,7 +197,7 @@ def test_online_pairs_are_rollouts_of_several_turns_on_two_ranks(runs: Runs, tmp
     assert {line["advantage"] > 0 for line in rollouts if line["advantage"]} == {False, True}
 
 
-@pytest.mark.parametrize("name", ["simpo", "orpo"])
+@pytest.mark.parametrize("name", slow_except(["simpo", "orpo"], 1))
 def test_preferences_without_a_reference_widen_the_margin(runs: Runs, tmp_path: Path, name: str) -> None:
     keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__steps": 12, "optimizer__lr": 1e-3}
     run = runs.finish(tmp_path / "run", f"{name}_llama", **keys)

@@ -6,6 +6,7 @@ import pytest
 
 from support.gloo_ranks import on_ranks
 from support.rank_bytes import allocated, config_of
+from support.slow_cases import slow_except
 from titan_rl.ext.run_plan.sharding import ask_titan, questions
 from titan_rl.preflight.memory import trained
 from titan_rl.preflight.shapes import shape_of
@@ -14,7 +15,7 @@ from titan_rl.wire.weight_source import SLOTS
 
 @pytest.mark.parametrize(
     ("layout", "tied", "moments"),
-    [("tp2", True, "master"), ("fsdp2_tp2", False, "bfloat16"), ("fsdp2_ep2", False, "master")],
+    slow_except([("tp2", True, "master"), ("fsdp2_tp2", False, "bfloat16"), ("fsdp2_ep2", False, "master")], 1),
 )
 def test_ranks_allocate_what_was_planned(layout: str, tied: bool, moments: Literal["master", "bfloat16"]) -> None:
     config = config_of(layout, tied=tied, moments=moments)

@@ -5,14 +5,18 @@ from pathlib import Path
 import pytest
 
 from support.running import Runs
+from support.slow_cases import slow_except
 
 
 @pytest.mark.parametrize(
     ("config", "hosts", "roles"),
-    [
-        ("grpo_llama3_70b", 2, {"trainer": 4, "generator": 4}),
-        ("grpo_qwen3_30b_a3b", 2, {"trainer": 2, "generator": 4}),
-    ],
+    slow_except(
+        [
+            ("grpo_llama3_70b", 2, {"trainer": 4, "generator": 4}),
+            ("grpo_qwen3_30b_a3b", 2, {"trainer": 2, "generator": 4}),
+        ],
+        1,
+    ),
 )
 def test_a_step_of_a_shipped_config_runs_at_tiny_scale(
     runs: Runs, tmp_path: Path, config: str, hosts: int, roles: dict[str, int]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.overlays import overlay
+from support.slow_cases import slow_except
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm import launch_env, vllm_cpu
 
@@ -40,7 +41,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", slow_except([False, True], 1))
 def test_samples_do_not_depend_on_chunks(model_dir: Path, tmp_path: Path, merged: bool) -> None:
     env = {**os.environ, **launch_env.ENV, **vllm_cpu.ENV, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     paths = ["tests", os.environ.get("PYTHONPATH", "")]
