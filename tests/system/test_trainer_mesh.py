@@ -169,7 +169,7 @@ def one_proc_roles(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     return asyncio.run(roles(tmp_path_factory.mktemp("roles"), weights, ParallelismSection()))
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2_tp2", "fsdp2_cp2", "cp2_tp2"])
+@pytest.mark.parametrize("layout", slow_except(["fsdp2", "fsdp2_tp2", "fsdp2_cp2", "cp2_tp2"], 1, 2))
 def test_critic_reward_model_and_reference_are_those_of_one_process(
     layout: str, weights: Path, one_proc_roles: tuple[list[StepStats], list[np.ndarray]], tmp_path: Path
 ) -> None:

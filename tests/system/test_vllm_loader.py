@@ -8,6 +8,7 @@ import pytest
 
 from support.forked_programs import IMPORTS, output_of
 from support.loaded_weights import models
+from support.slow_cases import slow_except
 
 COMPARE = (
     IMPORTS
@@ -19,7 +20,7 @@ from support.loaded_weights import compare_with_vllm, write_models
 )
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", slow_except([1, 2], 1))
 def test_the_learned_layout_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
     output_of("generator", COMPARE + "write_models(*sys.argv[1:])", tmp_path, tp)
     compare = COMPARE + "compare_with_vllm(*sys.argv[1:])"

@@ -11,6 +11,7 @@ import pytest
 
 from support.outputs import same, shared_memory
 from support.running import Run, Runs
+from support.slow_cases import slow_except
 from titan_rl.ext.broadcast.ranks.broadcast import MEET_SECONDS
 from titan_rl.wire import failpoints
 
@@ -47,7 +48,7 @@ def test_a_broadcast_gives_the_losses_and_rollouts_of_one_sided_reads(runs: Runs
     assert shared_memory() <= shared
 
 
-@pytest.mark.parametrize("verify", ["transfer", "live"])
+@pytest.mark.parametrize("verify", slow_except(["transfer", "live"], 1))
 def test_a_replica_killed_amid_a_broadcast_costs_the_others_no_version(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str
 ) -> None:
