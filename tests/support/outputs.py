@@ -36,14 +36,15 @@ def same(run: RunFiles, other: RunFiles, accuracy: float = 0.0) -> bool:
 
     Log-probs differ where engines had batches of another size: on some CPUs the same row of a product then has other
     last bits."""
-    rows = list(zip(sampled(run), sampled(other), strict=False))
-    far = [(a, b) for a, b in rows if a[3] != b[3] and not np.allclose(a[3], b[3], rtol=0, atol=accuracy)]
-    return (
+    one, two = sampled(run), sampled(other)
+    if not (
         _equal("losses of the cold start", losses(run, "cold_start"), losses(other, "cold_start"))
         and _equal("losses", losses(run), losses(other))
-        and _equal("tokens", [row[:3] for row in sampled(run)], [row[:3] for row in sampled(other)])
-        and _equal("log-probs of rollouts that differ", far, [])
-    )
+        and _equal("tokens", [row[:3] for row in one], [row[:3] for row in two])
+    ):
+        return False
+    far = [(a, b) for a, b in zip(one, two, strict=True) if not np.allclose(a[3], b[3], rtol=0, atol=accuracy)]
+    return _equal("log-probs that differ", far, [])
 
 
 def _equal(what: str, found: list[Any], expected: list[Any]) -> bool:
