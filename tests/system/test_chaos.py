@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support import running
 from support.running import SMALL
 from titan_rl.config.sections import FaultSection
@@ -63,6 +65,7 @@ def test_a_run_that_does_not_come_through_is_named(tmp_path: Path) -> None:
     assert "died: its process was killed by signal 9" in run.stdout
 
 
+@pytest.mark.slow
 def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) -> None:
     """The turns that were sampled are trained once, whichever process played their rollouts to the end."""
     run, found = under_chaos(

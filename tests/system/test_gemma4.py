@@ -36,7 +36,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any], float]] 
 }
 
 
-@pytest.mark.parametrize("pair", slow_except(PAIRS, 2, 4))
+@pytest.mark.parametrize("pair", slow_except(PAIRS, 4))
 def test_engines_sample_with_the_trainers_weights(runs: Runs, tmp_path: Path, pair: str) -> None:
     model, towers, keys, most = PAIRS[pair]
     folder = make_model(tmp_path / "model", model, towers=towers)

@@ -97,6 +97,7 @@ def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> 
     assert all(torch.equal(w, before[name]) or torch.equal(w, before[name].to(dtype)) for name, w in after.items())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_last_bit(runs: Runs, model: tuple[Path, int], whole: Run) -> None:
     adapted_run(runs, model, "parts", training__steps=2)
     parts = adapted_run(runs, model, "parts")
