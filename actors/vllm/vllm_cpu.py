@@ -15,10 +15,9 @@ ENV: dict[str, str] = {
 }
 """Launch environment of a CPU generator, on top of launch_env.ENV."""
 
-
-# Given AMX, vLLM would choose a backend that takes bfloat16 only and packs weights when they are loaded, so that a sync
-# would not reach them. Models without latent attention ignore this setting.
 LATENT_ATTENTION: dict[str, Any] = {"attention_backend": "CPU_MLA"}
+"""Given AMX, vLLM would choose a backend that takes bfloat16 only and packs weights when they are loaded, so that a
+sync would not reach them. Models without latent attention ignore this setting."""
 
 
 def engine_args() -> dict[str, Any]:

@@ -51,7 +51,8 @@ def steps(run: Run) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl", "fit") if "loss" in line]
 
 
-@pytest.mark.parametrize("mesh", slow_except(MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_steps_are_those_of_two_ranks(runs: Runs, folder: Path, usual: Run, mesh: str) -> None:
     found, expected = torch.tensor(steps(trained(runs, folder, mesh, **MESHES[mesh]))), torch.tensor(steps(usual))
     assert len(found) == STEPS

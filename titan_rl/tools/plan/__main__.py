@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{title}{nodes}, {day_count(options.days)}"
     print("\n".join(screen(case, best, title, notes, options.prompts, options.price)))
     if options.drafts:
-        print("\n".join(row("drafts", described(best.plan.line, read_drafted(options.drafts)))))
+        print("\n".join(row("drafts", described(best.plan.line, options.drafts))))
     if options.compare:
         print("\n".join(comparison([*slower(chosen), *case.rejected])))
     for path, text in written.items():
@@ -136,7 +136,7 @@ def read_case(options: argparse.Namespace, rest: Sequence[str]) -> Case:
     except ValueError as error:
         problems.append(f"--gpus: {error}")
     try:
-        _ = options.drafts and read_drafted(options.drafts)
+        options.drafts = options.drafts and read_drafted(options.drafts)
     except ValueError as error:
         problems.append(f"--drafts: {error}")
     texts = spreads("--tokens", options.tokens, ("prompt", "answer"), problems)
