@@ -32,5 +32,3 @@ def reasons_against(*, on_cpu: bool, ahead: bool, records: Sequence[str], shape:
         yield "algorithm.routing_replay records one token of a step"
     if shape is not None and shape.recurrent_heads:
         yield f"the recurrent state of {shape.family} has read a refused draft"
-    if shape is not None and shape.latent_dim:
-        yield f"drafts are unproven for the latent attention of {shape.family}"

@@ -56,7 +56,6 @@ def test_drafts_are_for_cpus(tmp_path: Path) -> None:
             True,
             "the recurrent state of llama3 has read a refused draft",
         ),
-        ({"shape": replace(LLAMA_8B, latent_dim=64)}, True, "drafts are unproven for the latent attention of llama3"),
     ],
 )
 def test_an_engine_that_could_not_draft_is_refused(settings: dict[str, Any], on_cpu: bool, why: str) -> None:
