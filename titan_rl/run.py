@@ -57,9 +57,7 @@ def early_config(argv: Sequence[str]) -> "Config | None":
     flags = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
     overrides = [(key, flags[f"--{key}"]) for key in EARLY_KEYS if f"--{key}" in flags]
     with suppress(Exception):
-        path = toml.find(flags.get("--config", ""))
-        if path.is_file():  # a pipe can be read only once
-            return toml.load(path, overrides)
+        return toml.load(toml.find(flags.get("--config", "")), overrides)
     return None
 
 

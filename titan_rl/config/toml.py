@@ -35,6 +35,8 @@ SCALARS = (bool, int, float, str)
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 PLANNED = SHIPPED / "planned"
 """Configs that never ran on the hardware that they are for."""
+VARIANTS = SHIPPED / "variants.toml"
+"""Configs that differ from another one in a few keys: a table each. VARIANTS / NAME stands for one of them."""
 CONFIG = "config.toml"
 """Name of the file that holds a run's config, in its dump folder."""
 NO_CONFIG = "--config: expected a TOML file or a shipped config"
@@ -191,12 +193,16 @@ def docs() -> dict[str, dict[str, str]]:
 
 
 def find(name: str) -> Path:
-    """Return the file at that path, or the shipped config of that name."""
+    """Return the file at that path, or the shipped config of that name. Of one in variants.toml, return its place."""
     bare = Path(name).name == name
     places = [folder / file for folder in (SHIPPED, PLANNED) for file in (name, f"{name}.toml")]
     for candidate in (Path(name), *(places if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
+            if candidate.resolve() == VARIANTS.resolve():
+                raise ConfigError([f"{NO_CONFIG}, found {VARIANTS.name}; name a table of it: {', '.join(variants())}"])
             return candidate
+    if bare and name.removesuffix(".toml") in variants():
+        return VARIANTS / name.removesuffix(".toml")
     names, file = shipped(), Path(name, "config.toml")
     if name and os.path.isdir(name):
         hint = f"; did you mean {str(file)!r}?" if os.path.isfile(file) else ""
@@ -208,7 +214,14 @@ def find(name: str) -> Path:
 
 def shipped() -> list[str]:
     """Return the names of all shipped configs."""
-    return sorted([*(path.stem for path in SHIPPED.glob("*.toml")), *planned()])
+    files = (path.stem for path in SHIPPED.glob("*.toml") if path != VARIANTS)
+    return sorted([*files, *variants(), *planned()])
+
+
+@functools.cache
+def variants() -> dict[str, dict[str, Any]]:
+    """Return the tables of variants.toml."""
+    return tomli.loads(VARIANTS.read_text(encoding="utf-8"))
 
 
 def planned() -> list[str]:
@@ -396,6 +409,8 @@ def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> It
         places = (SHIPPED / f"{base}.toml", PLANNED / f"{base}.toml")
         candidates = (path.parent / base, *places) if isinstance(base, str) else ()
         found = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+        if found is None and isinstance(base, str) and base in variants():
+            found = VARIANTS / base
         if found is None:
             hint = did_you_mean(str(base), shipped())
             expected = "the name of a shipped config, or a path relative to this file"
@@ -418,6 +433,8 @@ def _unwritable(value: Any) -> str:
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    if path.parent == VARIANTS:
+        return dict(variants()[path.name])
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO or a device may have no end
             raise ValueError("something else")

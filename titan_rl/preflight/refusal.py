@@ -15,7 +15,7 @@ from rich.padding import Padding
 
 from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import NO_CONFIG, as_toml, planned, shipped
+from titan_rl.config.toml import NO_CONFIG, as_toml, planned, shipped, variants
 from titan_rl.record.plan_view import print_trimmed
 from titan_rl.wire.counted import counted
 
@@ -83,9 +83,11 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
 
 
 def print_shipped(console: Console) -> None:
-    """Print the names of the shipped configs; last, the ones that never ran on their hardware."""
-    unproven = planned()
-    print_names(console, [name for name in shipped() if name not in unproven])
+    """Print the names of the shipped configs: files, variants of them, and those that never ran on their hardware."""
+    few, unproven = sorted(variants()), planned()
+    print_names(console, [name for name in shipped() if name not in (*few, *unproven)])
+    console.print("variants of them (variants.toml):")
+    print_names(console, few)
     console.print("planned, never run on the hardware that they are for:")
     print_names(console, unproven)
 

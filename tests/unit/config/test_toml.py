@@ -25,9 +25,11 @@ from titan_rl.config.toml import (
     find,
     load,
     load_of_run,
+    policies_of,
     schema,
     shipped,
     to_toml,
+    variants,
 )
 
 FAMILIES = ", ".join(f'"{family}"' for family in get_args(FamilyChoice))
@@ -319,9 +321,37 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(str(tmp_path / "grpo_llama.toml")) == tmp_path / "grpo_llama.toml"
 
 
-@pytest.mark.parametrize("name", ["grpo_lama", "no/grpo_lama.toml"])
-def test_find_names_the_nearest(name: str) -> None:
-    message = rf"a shipped config, found \"{name}\"; did you mean 'grpo_llama'\?$"
+def test_a_variant_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dapo, rloo = load(find("dapo_llama.toml")), load(find("rloo_llama"))
+    assert (dapo.algorithm.name, dapo.job.dump_folder) == ("dapo", "./outputs/dapo_llama")
+    assert (dapo.algorithm.max_refills, dapo.model, dapo.training) == (4, rloo.model, rloo.training)
+    (tmp_path / "mine.toml").write_text('base = "dapo_llama"\n[training]\nsteps = 7\n')
+    assert load(tmp_path / "mine.toml") == replace(
+        dapo,
+        job=replace(dapo.job, dump_folder="./outputs/mine"),
+        training=replace(dapo.training, steps=7),
+    )
+    assert policies_of(find("kuhn_pair_llama")) == ["first", "second"]
+    with pytest.raises(ConfigError, match=r"found variants\.toml; name a table of it: dr_grpo_llama, "):
+        find("variants")
+    (tmp_path / "dapo_llama.toml").touch()
+    assert find("dapo_llama.toml") == Path("dapo_llama.toml")  # an existing path wins
+
+
+def test_every_variant_differs_from_its_base() -> None:
+    for name, table in variants().items():
+        base = load(find(table["base"]))
+        own = replace(load(find(name)), job=base.job)
+        assert own != base or policies_of(find(name)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("grpo_lama", "grpo_llama"), ("no/grpo_lama.toml", "grpo_llama"), ("dapo_lama", "dapo_llama")],
+)
+def test_find_names_the_nearest(name: str, near: str) -> None:
+    message = rf"a shipped config, found \"{name}\"; did you mean '{near}'\?$"
     with pytest.raises(ConfigError, match=message):
         find(name)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_rl.config.toml import find, load, planned, schema, shipped
+from titan_rl.config.toml import find, load, planned, schema, shipped, variants
 from titan_rl.preflight.checks import checked_run
 from titan_rl.preflight.help import SECTIONS
 from titan_rl.preflight.load import Invocation
@@ -128,9 +128,12 @@ def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert heading == "titan_rl: 1 problem in the command line"
     assert problem == "  - --config: expected a TOML file or a shipped config, found none"
     assert names[0] == "shipped configs:"
-    heading = names.index("planned, never run on the hardware that they are for:")
-    assert sorted(" ".join(names[heading + 1 :]).split()) == planned()
-    assert sorted(" ".join([*names[1:heading], *names[heading + 1 :]]).split()) == shipped()
+    few = names.index("variants of them (variants.toml):")
+    unproven = names.index("planned, never run on the hardware that they are for:")
+    assert sorted(" ".join(names[few + 1 : unproven]).split()) == sorted(variants())
+    assert sorted(" ".join(names[unproven + 1 :]).split()) == planned()
+    headings = (names[0], names[few], names[unproven])
+    assert sorted(" ".join(line for line in names if line not in headings).split()) == shipped()
     assert max(map(len, names)) <= 80
     assert "did you mean 'grpo_llama'" in refused(capsys, "--config", "grpo_lama")[1]
     assert "found none" in refused(capsys, "--config")[1]
