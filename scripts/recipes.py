@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROWS)
     a = parser.parse_args()
     there = {(row["config"], row["seed"]) for row in csv_rows(a.csv)}
-    for config in map(find, a.run):
-        name = config.stem
-        for seed in a.seeds:
+    for seed in a.seeds:
+        for config in map(find, a.run):
+            name = config.stem
             if (name, str(seed)) not in there:
                 found = proven(config, seed, a.folder / f"{name}_{seed}")
                 row = {"config": name, "seed": seed, **found, **ran_on()}
