@@ -25,7 +25,7 @@ SOURCES = [
     *(ROOT / "train_configs").rglob("*.toml"),
     ROOT / "pyproject.toml",
 ]
-MOST_PAGES = 15
+MOST_PAGES = 16
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 KEY = re.compile(r"^(?:--)?([a-z_]+)\.([a-z_0-9]+)(?:$|[ =]|\.(?!_))")
