@@ -52,23 +52,24 @@ class GeneratorMesh(Fleet):
         replicas: int,
         env: Mapping[str, str],
         policy: GeneratorPolicy = POLICY,
+        name: str = "generator",
     ) -> "GeneratorMesh":
         """`host`: one for all replicas, or a function that returns where a replica goes, given its number and whether
-        its last start failed."""
+        its last start failed. A replica is called `name` and its number."""
         tp = settings.tensor_parallel_degree
 
         async def make(replica: int, elsewhere: bool = False) -> Replica:
             rank_place = RankPlace(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
-            name = f"generator{replica}"
+            own = f"{name}{replica}"
             procs = await spawn(
                 rank_place.host,
-                name=name,
+                name=own,
                 shape={"tp": tp},
                 kind="generator",
                 env={**ENV, **env, **rank_place.env, **(meeting_file(rank_place.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
-            return Replica(replica, name, procs, settings, policy, rank_place.host)
+            return Replica(replica, own, procs, settings, policy, rank_place.host)
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, make=make)

@@ -130,8 +130,10 @@ class Config:
 
     @property
     def polled_meshes(self) -> int:
-        """Return how many meshes Monarch polls: one for each replica and each environment process."""
-        return self.generator.replicas + (self.environment.processes if self.rollout_code else 0)
+        """Return how many meshes Monarch polls: one for each replica, each environment process, and each model that
+        plays seats."""
+        e = self.environment
+        return self.generator.replicas + (e.processes + len(e.folders) if self.rollout_code else 0)
 
     @property
     def opponent_slots(self) -> int:

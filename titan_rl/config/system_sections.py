@@ -178,8 +178,9 @@ class EnvironmentSection:
     frozen_seats: list[str] = field(default_factory=list)
     """Those of the seats whose tokens are never trained on."""
     endpoints: Tables = field(default_factory=dict, hash=False)
-    """Seats that a model behind an OpenAI-compatible URL plays, such as a simulated user or a judge: by seat a table
-    with url, model, api_key_env, temperature, max_tokens and seed (docs/environments.md)."""
+    """Seats that a frozen model plays, such as a simulated user or a judge: by seat a table with url, model and
+    api_key_env, or with the folder of a model that the run starts, and with temperature, max_tokens and seed
+    (docs/environments.md)."""
     max_turns: int = bounds(8, ge=1, le=10**6)
     """Maximum turns of a rollout, or of each of its players. One that reaches it ends with the reward that it has
     earned so far."""
@@ -194,6 +195,15 @@ class EnvironmentSection:
     lockstep: bool = False
     """Sample each turn of all running rollouts together. Only then does the same seed give the same rollouts to the
     last bit: what an engine computes depends a little on what else is in its batch."""
+
+    @property
+    def folders(self) -> dict[str, list[str]]:
+        """Return the folders of models that the run starts to play seats, each with its seats."""
+        found = dict[str, list[str]]()
+        for seat, table in self.endpoints.items() if self.name else ():
+            if folder := str(table.get("folder", "")):
+                found.setdefault(folder, []).append(seat)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,12 +57,13 @@ def _replica(config: Config, index: int) -> Units:
 
 
 def slots_per_host(config: Config, gpus: int) -> int:
-    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host; on a CPU as few as fit."""
-    hosts = config.hosts
+    """Return how many ranks a host takes: hosts.slots, or the GPUs of a host; on a CPU as few as fit. The last GPUs
+    belong to the models that play seats."""
+    hosts, seated = config.hosts, len(config.environment.folders)
     if hosts.slots:
-        return hosts.slots
+        return hosts.slots - seated
     if gpus and hosts.device != "cpu":
-        return gpus // hosts.number if hosts.kind == "processes" else gpus
+        return gpus // hosts.number if hosts.kind == "processes" else gpus - seated
     if hosts.number == 1 or config.placement.hosts:
         return CPU_SLOTS
     units = units_of(config)
@@ -190,7 +191,8 @@ def gpus_needed(config: Config) -> int:
     g, trainers = config.generator, config.parallelism.world_size
     generators = g.replicas * g.tensor_parallel_degree if config.samples_rollouts else 0
     shared = min(trainers, generators) if config.placement.kind == "colocated" else 0
-    return trainers + generators - shared + sum(role.parallelism.world_size for role in config.roles.values())
+    seated = len(config.environment.folders) if config.samples_rollouts else 0
+    return trainers + generators - shared + seated + sum(r.parallelism.world_size for r in config.roles.values())
 
 
 def gpus_of_hosts(config: Config, gpus: int) -> int:

@@ -9,10 +9,11 @@ EVALUATIONS = "evaluations.jsonl"
 ANSWERS = "evaluation_answers.jsonl"
 FAULTS = "faults.jsonl"
 SUMMARY = "summary.json"
+SEAT_MODELS = "seat_models.json"
 TIMELINE = "timeline.json"
 FILES = (
     *(CONFIG, LEDGER, METRICS, ROLLOUTS, EVALUATIONS, ANSWERS, FAULTS, SUMMARY, TIMELINE),
-    *("control.json", "trackers.json", ".lock", ".id"),
+    *(SEAT_MODELS, "control.json", "trackers.json", ".lock", ".id"),
 )
 FOLDERS = (
     *("hf", "model", "checkpoint", "tb", "profiling", "trackers", "batches", "replays"),

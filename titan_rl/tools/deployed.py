@@ -144,7 +144,7 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
         raise UsageError(str(error)) from error
     gpus = NO_GPUS if config.hosts.device == "cpu" else found_gpus()
     refuse_sets(config)
-    needed = config.generator.replicas * config.generator.tensor_parallel_degree
+    needed = config.generator.replicas * config.generator.tensor_parallel_degree + len(config.environment.folders)
     if gpus.count and needed > gpus.count:
         raise UsageError(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
     try:

@@ -180,7 +180,7 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
 
     starting: dict[str, Callable[[], Awaitable[Any]]] = {"trainers": partial(started, "trainer")}
     if setup.config.samples_rollouts:
-        starting["generators"] = partial(_generators, rank_places.of_replica, setup, terminal, incidents)
+        starting["generators"] = partial(start_generators, rank_places.of_replica, setup, terminal, incidents)
         if setup.config.rollout_code:
             starting["environments"] = partial(_environments(), rank_places.of_environment, setup, terminal, incidents)
     for role in config.roles:
@@ -208,7 +208,7 @@ async def launch_loaded(
             devices = visible_devices()[replica * tp : (replica + 1) * tp] if setup.device == "cuda" else []
             return RankPlace(host, tp, resources(setup, "generator", devices))
 
-        generators = await watch.drive(_generators(placed, setup, terminal, None, loaded=True))
+        generators = await watch.drive(start_generators(placed, setup, terminal, None, loaded=True))
         to_close.append(generators)
         environments = None
         if setup.config.rollout_code:
@@ -233,7 +233,7 @@ async def launch_served(
         to_close.append(trainers)
         loaded = replace(setup, model_folder=await base(trainers))
         adapters = needed_part("folder adapters", "serve")(setup.config.lora, setup.shape)
-        starting = _generators(rank_places.of_replica, loaded, terminal, None, loaded=True, adapters=adapters)
+        starting = start_generators(rank_places.of_replica, loaded, terminal, None, loaded=True, adapters=adapters)
         generators = await watch.drive(starting)
         to_close.append(generators)
         yield trainers, generators, watch
@@ -253,7 +253,7 @@ def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPo
     )
 
 
-async def _generators(
+async def start_generators(
     rank_place_of: Callable[[int, bool], RankPlace],
     setup: Setup,
     terminal: Terminal,
@@ -261,6 +261,7 @@ async def _generators(
     *,
     loaded: bool = False,
     adapters: EngineAdapters | None = None,
+    name: str = "generator",
 ) -> GeneratorMesh:
     """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder; then requests
     may use `adapters`."""
@@ -281,13 +282,14 @@ async def _generators(
         adapters=adapters or engine_adapters(lora, setup.shape, max(1, len(setup.policies)), config.opponent_slots),
     )
     tp = g.tensor_parallel_degree
-    with terminal.phase("generator: processes, vLLM engine"):
+    with terminal.phase(f"{name}: processes, vLLM engine"):
         mesh = await GeneratorMesh.spawn(
             rank_place_of,
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
             policy=generator_policy(config, incidents),
+            name=name,
         )
         ranks = await mesh.start()
         if not (loaded and isinstance(setup.shape, SpecShape)):  # whose folder may have more, such as a vision tower
@@ -304,7 +306,7 @@ async def _generators(
     if setup.device == "cuda":
         recorded = f", because engines record {' and '.join(settings.records)}" if settings.records else ""
         scheduling = "asynchronous" if g.async_scheduling else f"synchronous{recorded}"
-        terminal.note(f"generator: vLLM's {ranks[0].runner} model runner; scheduling: {scheduling}")
+        terminal.note(f"{name}: vLLM's {ranks[0].runner} model runner; scheduling: {scheduling}")
     return mesh
 
 

@@ -39,6 +39,7 @@ PARTS = {
     "losses of pairs": "ext.preference.ranks.objectives:preference",
     "losses of reward models": "ext.preference.ranks.objectives:reward",
     "openings of environments": "ext.agents.openings:openings",
+    "models of seats": "ext.agents.seat_folders:setups_of_seats",
     "notes of publications": "ext.broadcast.rosters:Rosters",
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
     "opponents": "ext.opponents.opponents:Opponents",

@@ -13,6 +13,7 @@ from titan_rl.ext.agents.endpoint_seats import endpoint_problems, endpoints_of, 
 from titan_rl.ext.agents.games import GAMES
 from titan_rl.ext.agents.openenv import sessions_open
 from titan_rl.ext.agents.openings import first_prompt, openings
+from titan_rl.ext.agents.seat_folders import folder_problems
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.memory import in_flight
 from titan_rl.preflight.probe import probe
@@ -99,11 +100,15 @@ def _check_endpoints(config: Config) -> Iterator[str]:
         yield _endpoints(config, f"some of environment.seats = {as_toml(e.seats)}")
     elif found := list(endpoint_problems(e)):
         yield from found
-    elif config.hosts.isolation != "off":
-        why = "because the run's own network does not reach environment.endpoints"
-        yield problem(config, "hosts.isolation", f'"off", {why}')
+    elif e.folders and config.hosts.kind != "local":
+        yield problem(config, "hosts.kind", '"local", because models of environment.endpoints are on this machine')
     else:
-        yield from asyncio.run(unreached(endpoints_of(e), e.turn_seconds))
+        yield from folder_problems(config)
+        if (asked := endpoints_of(e)) and config.hosts.isolation != "off":
+            why = "because the run's own network does not reach environment.endpoints"
+            yield problem(config, "hosts.isolation", f'"off", {why}')
+        else:
+            yield from asyncio.run(unreached(asked, e.turn_seconds))
 
 
 def _endpoints(config: Config, expected: str) -> str:

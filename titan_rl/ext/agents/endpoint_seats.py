@@ -1,4 +1,5 @@
-"""Seats of an episode that a model behind an OpenAI-compatible URL plays: a simulated user, a judge, an opponent.
+"""Seats of an episode that a model behind an OpenAI-compatible URL plays: a simulated user, a judge, an opponent. The
+run may start the model itself (seat_models.py).
 
     policies["user"].observe ──> EndpointPolicy: its conversation as messages ──> POST URL/chat/completions
 
@@ -13,6 +14,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.named_tables import table_problems
@@ -34,6 +36,7 @@ URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,79}")
 KEYS = {
     "url": Key(type=str, default="", doc=""),
+    "folder": Key(type=str, default="", doc=""),
     "model": Key(type=str, default="", doc=""),
     "api_key_env": Key(type=str, default="", doc=""),
     "temperature": Key(type=float, default=1.0, doc="", ge=0, le=2),
@@ -43,6 +46,7 @@ KEYS = {
 """Keys of a table [environment.endpoints.SEAT]."""
 SENT = ("temperature", "max_tokens")
 """Keys that a request has if the table has them: some servers refuse either."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +66,26 @@ class SeatEndpoint:
         return ChatServer(self.seat, self.url, self.model, self.key, requests=0)  # environment.concurrency bounds them
 
 
-def endpoints_of(e: EnvironmentSection) -> list[SeatEndpoint]:
+def endpoints_of(e: EnvironmentSection, started: Mapping[str, tuple[str, str, str]] = NONE) -> list[SeatEndpoint]:
     """Return the endpoints of checked tables, with their keys from this process's environment. Raise RunError if it
-    lacks one: commands after a run check no environment."""
+    lacks one: commands after a run check no environment. `started`: URL, model and key of the seats that have a folder;
+    without it they are left out."""
     if missing := list(keys_missing(e)):
         raise RunError(missing[0], again=True)
     return [
         SeatEndpoint(
             seat,
-            str(table["url"]).rstrip("/"),
-            str(table["model"]),
-            os.environ.get(str(table.get("api_key_env", "")), ""),
+            *(started.get(seat) or (str(table["url"]).rstrip("/"), str(table["model"]), _key_of(table))),
             bool(table.get("seed", True)),
             {name: table[name] for name in SENT if name in table},
         )
         for seat, table in e.endpoints.items()
+        if seat in started or not table.get("folder")
     ]
+
+
+def _key_of(table: Mapping[str, Any]) -> str:
+    return os.environ.get(str(table.get("api_key_env", "")), "")
 
 
 def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
@@ -85,6 +93,10 @@ def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
     for seat, table in e.endpoints.items():
         label = f"environment.endpoints.{seat}"
         yield from table_problems(label, table, KEYS)
+        if "folder" in table:
+            if others := [name for name in ("url", "model", "api_key_env") if name in table]:
+                yield f"{label}: expected a folder or the url and model of a server, found folder and {others[0]}"
+            continue
         if not URL.fullmatch(str(table.get("url", ""))):
             yield f"{label}.url: expected a URL such as http://HOST/v1, without a user or a query, found another text"
         if not table.get("model"):

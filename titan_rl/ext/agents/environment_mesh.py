@@ -12,7 +12,7 @@ other rollouts before it is replaced."""
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from titan_rl.ext.agents.environment_process import BlockedLoop, EnvironmentProc
 from titan_rl.ext.agents.environment_rank import EnvironmentSettings, Taken
 from titan_rl.ext.agents.environment_turns import TurnScript
 from titan_rl.ext.agents.episode_news import Begin
+from titan_rl.ext.agents.seat_models import SeatModel
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.spawn import spawn
 from titan_rl.record.incidents import Incidents
@@ -67,6 +68,7 @@ class EnvironmentMesh:
         self._sound = False  # a rollout has ended since the last loss: the next one does not count against the budget
         self._error: RunError | None = None  # final once set
         self._closed = False
+        self._models: Sequence[SeatModel] = ()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -91,6 +93,12 @@ class EnvironmentMesh:
     async def start(self) -> None:
         """Start every process. One that fails during start-up is not replaced; the run ends."""
         await asyncio.gather(*(self._join() for _ in range(self._policy.processes)))
+
+    def play_with(self, models: Sequence[SeatModel]) -> None:
+        """Own the models that play seats: losing one for good ends the mesh, and closing it ends them."""
+        self._models = models
+        for model in models:
+            model.failed = self._end
 
     async def drive(self, session: Session) -> Outcome:
         script = TurnScript(session, self._in_step if self._policy.lockstep else None)
@@ -122,7 +130,8 @@ class EnvironmentMesh:
     @property
     def ranks(self) -> dict[str, tuple[str, float]]:
         """Return (state, its begin) of each process, by rank name."""
-        return {p.rank: (p.state, p.since) for p in [*self.processes, *self._retired]}
+        own = {p.rank: (p.state, p.since) for p in [*self.processes, *self._retired]}
+        return own | {rank: state for model in self._models for rank, state in model.ranks.items()}
 
     async def running(self) -> int:
         """Return the number of rollouts whose code runs in any process."""
@@ -136,7 +145,10 @@ class EnvironmentMesh:
         self._end(RunError("the environments are closed"))
         for process in [*self.processes, *self._retired]:
             process.fail("the environments are closed")
-        await asyncio.gather(*(process.kill() for process in [*self.processes, *self._retired]))
+        await asyncio.gather(
+            *(process.kill() for process in [*self.processes, *self._retired]),
+            *(model.close() for model in self._models),
+        )
 
     # -- one rollout ----------------------------------------------------------------------------------------------
 

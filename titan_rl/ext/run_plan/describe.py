@@ -9,7 +9,7 @@ from titan_rl.config.auto import on_device, threads
 from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, AlgorithmSection, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
-from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables
+from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables, models_of_seats
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters, with_adapter_sync
 from titan_rl.preflight.memory import (
     UNKNOWN,
@@ -74,6 +74,7 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
+            meshes += [generators(own, name) for name, own in models_of_seats(setup).items()]
         if config.opponents.pool:
             facts.append(("opponents", opponents(config)))
     facts.append(("rate", rates(config)))
@@ -320,7 +321,7 @@ def layout(p: ParallelismSection) -> str:
     return " x ".join(parts) + experts
 
 
-def generators(setup: Setup) -> MeshRow:
+def generators(setup: Setup, name: str = "generator") -> MeshRow:
     g = setup.resolved.generator
     each = engine_weights(setup.resolved, setup.shape).nbytes
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
@@ -330,7 +331,7 @@ def generators(setup: Setup) -> MeshRow:
     holds = f"weights {size(each)} per rank{quantized[g.quantization]}, {cache}"
     if setup.device == "cuda" and setup.config.debug.deterministic:
         holds += ", batch-invariant kernels"
-    return MeshRow("generator", procs, layout, device(setup, "generator"), g.dtype, holds)
+    return MeshRow(name, procs, layout, device(setup, "generator"), g.dtype, holds)
 
 
 def opponents(config: Config) -> str:
@@ -349,7 +350,9 @@ def environments(config: Config) -> MeshRow:
     if e.python:
         holds += f", in {e.python}"
     if e.endpoints:
-        holds += "; " + ", ".join(f"{seat} by {table.get('url')}" for seat, table in e.endpoints.items())
+        holds += "; " + ", ".join(
+            f"{seat} by {table.get('url') or table.get('folder')}" for seat, table in e.endpoints.items()
+        )
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)

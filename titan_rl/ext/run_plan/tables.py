@@ -1,7 +1,7 @@
 """Tables of the plan: ranks by host, the effect of losing a host, memory of ranks and hosts, bytes of a weight sync."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,6 +13,7 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.record.plan_view import PartTable
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.weight_source import SLOTS
 
 MOST_ROWS = 2  # for neighbouring hosts that are alike; more hosts share one row, so that a hundred stay readable
@@ -148,23 +149,33 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
     if setup.device != "cuda" or not nbytes:
         return []
     tables = list[PartTable]()
-    for name, need in needs(config, shape, nbytes, sharded, setup.adapters).items():
+    needed = [(name, need, setup) for name, need in needs(config, shape, nbytes, sharded, setup.adapters).items()]
+    for name, own in models_of_seats(setup).items():
+        needed.append((name, needs(own.resolved, own.shape, nbytes)["generator"], own))
+    for name, need, of in needed:
         overhead = need.own.overhead
         rows = [(part, f"{gib(own.nbytes)} GiB", own.formula) for part, own in need.own.parts.items()]
         rows += [
             (other, f"{gib(nbytes_beside)} GiB", "on the same GPU") for other, nbytes_beside in need.others.items()
         ]
         rows.append(("CUDA, fragmentation", f"{gib(overhead.nbytes)} GiB", overhead.formula))
-        if name == "generator":
-            g, cache = config.generator, need.own.kept["KV cache"].nbytes
+        if "KV cache" in need.own.kept:
+            g, cache = of.resolved.generator, need.own.kept["KV cache"].nbytes
             longest = g.max_model_len or config.training.seq_len
             fits = f"sequences of {longest:,} tokens fit the KV cache; max_num_seqs {g.max_num_seqs}"
-            rows.append(("concurrency", str(cache // cache_bytes_per_token(config, shape) // longest), fits))
+            rows.append(("concurrency", str(cache // cache_bytes_per_token(of.resolved, of.shape) // longest), fits))
         full = f"{gib(need.nbytes)} of {gib(need.limit)} GiB by estimate"
         tables.append(PartTable(f"{name}, each rank", rows, full))
     if loads := host_loads(config, shape, sharded, setup.gpus.count, setup.adapters):
         tables += [hosts_table(config, loads), sync_table(config, shape, loads)]
     return tables
+
+
+def models_of_seats(setup: Setup) -> Mapping[str, Setup]:
+    """Return the setups of the models that the run starts to play seats, by the name of the engine."""
+    if not setup.config.environment.folders:
+        return {}
+    return needed_part("models of seats", "environment.endpoints")(setup)
 
 
 def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:

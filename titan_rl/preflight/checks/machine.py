@@ -52,6 +52,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     environments = config.environment.processes if config.rollout_code and generators and not on_gpu else 0
     counts = {"trainer": trainers, "generators": generators}
     counts |= {name.replace("_", " "): role.parallelism.world_size for name, role in config.roles.items()}
+    counts["seats' models"] = len(config.environment.folders) if generators else 0
     counts["environments"] = environments  # on GPUs they need no slot
     total, parts = sum(counts.values()), ", ".join(f"{n} of the {name}" for name, n in counts.items() if n)
     processes = f"{total} processes ({parts})"
