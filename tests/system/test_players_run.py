@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from support.chat_endpoint import answering
+from support.chat_folders import chat_folder
 from support.forging import rollouts
 from support.openai_server import serving
 from support.outputs import losses, sampled
 from support.running import Run, Runs
 from support.slow_cases import slow_except
+from support.tiny import tiny_model
+from titan_rl.record.run_names import SEAT_MODELS
 from titan_rl.tools.inspect.audit_rules import audit
 
 FEW: dict[str, Any] = {
@@ -143,6 +146,36 @@ def test_an_endpoint_plays_beside_adapters_of_16_bits_and_a_lag_and_a_lost_envir
         other = runs.finish(tmp_path / "other", "kuhn_llama", **FEW, **endpoint(url))
     assert alone(other, "first")
     assert moves(other, "second")
+
+
+def test_a_model_of_another_family_plays_from_a_folder_and_is_as_if_it_had_not_been_lost(
+    runs: Runs, tmp_path: Path
+) -> None:
+    folder = tmp_path / "qwen"
+    tiny_model("qwen3", vocab_size=640).save_pretrained(folder)
+    chat_folder(folder, "qwen3")  # with a tokenizer of its own, too
+    keys: dict[str, Any] = {
+        **FEW,
+        "training__steps": 16,
+        "parallelism__data_parallel_shard_degree": 1,
+        "environment__processes": 1,
+        "environment__turn_seconds": 240,
+        "environment__endpoints": f'{{second = {{folder = "{folder}", max_tokens = 3}}}}',
+    }
+    whole = runs.finish(tmp_path / "whole", "kuhn_llama", **keys)
+    assert alone(whole, "first")
+    assert len({move for _, move in moves(whole, "second")}) > 20
+    part = runs.start(tmp_path / "part", "kuhn_llama", **keys)
+    part.wait_for_step(1)
+    os.kill(part.workers()["generator_second0[tp=0]"], signal.SIGKILL)
+    out = part.finish()
+    assert "generator_second0[tp=0] died: its process was killed by signal 9" in out
+    assert "generator_second0 is back" in out
+    assert losses(part) == losses(whole)
+    assert sampled(part) == sampled(whole)
+    assert moves(part, "second") == moves(whole, "second")
+    assert (part.folder / SEAT_MODELS).read_text() == (whole.folder / SEAT_MODELS).read_text()
+    assert not part.workers()
 
 
 def moves(run: Run, seat: str) -> list[tuple[str, str]]:

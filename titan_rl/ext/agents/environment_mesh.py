@@ -109,6 +109,8 @@ class EnvironmentMesh:
             try:
                 process.begin(Begin(episode.id, session.prompt, session.seed), episode)
                 outcome = await script.play(process, episode)
+                if self._error is not None:  # why it failed, if it did
+                    raise self._error
                 ended = self._sound = True
                 return outcome
             except ProcessLost as lost:
