@@ -153,7 +153,7 @@ def test_a_model_of_another_family_plays_from_a_folder_and_is_as_if_it_had_not_b
 ) -> None:
     folder = tmp_path / "qwen"
     tiny_model("qwen3", vocab_size=640).save_pretrained(folder)
-    chat_folder(folder, "qwen3")  # with a tokenizer of its own, too
+    chat_folder(folder, "qwen3")  # with another tokenizer, too
     keys: dict[str, Any] = {
         **FEW,
         "training__steps": 16,

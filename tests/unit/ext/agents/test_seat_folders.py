@@ -84,9 +84,7 @@ def test_a_table_has_a_folder_or_a_server_on_the_runs_machine(tmp_path: Path) ->
 
 def test_its_engine_is_of_the_models_own_shape_and_samples_by_its_table_alone(tmp_path: Path) -> None:
     folder = write_hf(tmp_path / "model", replace(SHAPE, vocab_size=640))
-    toml = (
-        "top_k = 5\ntemperature = 0.7\nstop_token_ids = [7]\n[lora]\nrank = 4\n[generator]\nreplicas = 2\n"
-    )
+    toml = "top_k = 5\ntemperature = 0.7\nstop_token_ids = [7]\n[lora]\nrank = 4\n[generator]\nreplicas = 2\n"
     run = played_by(tmp_path, folder, toml=toml)
     setup = prepare("run", run, device="cpu", scratch=tmp_path / "scratch")
     ((name, own),) = setups_of_seats(setup).items()
