@@ -93,7 +93,7 @@ def endpoint_problems(e: EnvironmentSection) -> Iterator[str]:
     for seat, table in e.endpoints.items():
         label = f"environment.endpoints.{seat}"
         yield from table_problems(label, table, KEYS)
-        if "folder" in table:
+        if table.get("folder"):
             if others := [name for name in ("url", "model", "api_key_env") if name in table]:
                 yield f"{label}: expected a folder or the url and model of a server, found folder and {others[0]}"
             continue

@@ -109,7 +109,7 @@ class EnvironmentMesh:
             try:
                 process.begin(Begin(episode.id, session.prompt, session.seed), episode)
                 outcome = await script.play(process, episode)
-                if self._error is not None:  # why it failed, if it did
+                if outcome.error and self._error is not None:  # which is why it failed
                     raise self._error
                 ended = self._sound = True
                 return outcome
