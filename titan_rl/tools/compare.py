@@ -20,13 +20,15 @@ from rich.text import Text
 from titan_rl.config.eval_sets import HELD_OUT
 from titan_rl.record.lines import strict
 from titan_rl.record.plan_view import labelled, print_trimmed
+from titan_rl.record.scores import ScoreEstimate
 from titan_rl.record.terminal import brief, duration, open_console, visible
-from titan_rl.tools.inspect import comparison
+from titan_rl.tools.inspect import comparison, variants
 from titan_rl.tools.inspect.comparison import BEST, LETTERS, SamePrompt, SetScores
 from titan_rl.tools.inspect.plots import STYLES, Curve, Range, number, plot, sparkline
 from titan_rl.tools.inspect.recorded_run import NoRun, RecordedRun, StepScore
 from titan_rl.tools.inspect.samples import RunSample
 from titan_rl.tools.inspect.score_differences import FEWEST_CHANGED, Difference
+from titan_rl.tools.inspect.variants import Variant, VariantScores
 from titan_rl.wire.program import DONE, USAGE, command_of, enter
 
 PROG = "titan_rl compare"
@@ -41,14 +43,16 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     try:
         runs = read(options.runs)
+        check_key(runs, options.by)
     except NoRun as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return USAGE
     if options.json:
-        print(json.dumps(strict(comparison.as_data(runs, score=options.score, samples=options.samples))))
+        data = comparison.as_data(runs, score=options.score, samples=options.samples)
+        print(json.dumps(strict(data | {"over_seeds": variants.as_data(runs, options.by)})))
         return DONE
     console = open_console(sys.stdout)
-    for part in view(runs, console, score=options.score, samples=options.samples):
+    for part in view(runs, console, by=options.by, score=options.score, samples=options.samples):
         print_trimmed(console, part)
     return DONE
 
@@ -59,10 +63,12 @@ def parser() -> argparse.ArgumentParser:
         description="Compare runs: the keys that differ, scores and whether they differ by more than noise, curves, "
         "the seconds to a score, and samples of the same prompts. Nothing is changed, and runs may be active.",
         epilog="A difference is from the first run. It is beyond noise if its 95% interval over problems excludes 0; "
-        "another seed can still give another result. docs/operations.md explains each part.",
+        "another seed can still give another result. Runs that differ in their seed only are one variant: means and "
+        "differences are then of variants, over seeds. docs/operations.md explains each part.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=f"dump folders of 2 to {len(LETTERS)} runs")
+    parser.add_argument("--by", metavar="KEY", default="", help="runs with the same value of KEY are one variant")
     parser.add_argument(
         "--score", metavar="X", type=float, help="score to reach; default: the best one that all reached"
     )
@@ -91,8 +97,14 @@ def read(folders: Sequence[Path]) -> list[RecordedRun]:
     return runs
 
 
+def check_key(runs: Sequence[RecordedRun], by: str) -> None:
+    differing = comparison.settings(runs)
+    if by and by not in differing:
+        raise NoRun(f"--by: expected a key that differs between the runs ({', '.join(differing)}), found {by}")
+
+
 def view(
-    runs: Sequence[RecordedRun], console: Console, *, score: float | None, samples: int
+    runs: Sequence[RecordedRun], console: Console, *, by: str, score: float | None, samples: int
 ) -> Iterator[RenderableType]:
     yield Group(*(Text(f"warning  {text}", "yellow") for text in comparison.warnings(runs)))
     yield run_table(runs)
@@ -100,9 +112,16 @@ def view(
     facts = comparison.provenance(runs)
     if facts:
         yield from section("versions and machines that differ", by_run(facts, runs, unknown="unknown"))
+    groups = variants.variants(runs, by)
+    seeds = variants.have_seeds(groups)
     for each in comparison.scores(runs):
-        yield from section(f"score of {title(each.name)}", score_view(each, runs))
-    yield from section("curves by step", curves_view(runs, console))
+        if seeds:
+            found = variants.over_seeds(each, groups)
+            yield from section(f"score of {title(each.name)}, over seeds", variant_view(found, each, runs))
+        else:
+            yield from section(f"score of {title(each.name)}", score_view(each, runs))
+    heading = f"curves by step, means of {' '.join(each.name for each in groups)}" if seeds else "curves by step"
+    yield from section(heading, curves_view(runs, groups, console))
     yield from section("time", time_view(runs, score))
     if samples:
         prompts = comparison.same_prompts(runs, samples)
@@ -121,7 +140,11 @@ def title(name: str) -> str:
 
 
 def letter(at: int) -> Text:
-    return Text(LETTERS[at], f"bold {STYLES[at]}")
+    return Text(LETTERS[at], f"bold {style(at)}")
+
+
+def style(at: int) -> str:
+    return STYLES[at % len(STYLES)]
 
 
 def run_table(runs: Sequence[RecordedRun]) -> Table:
@@ -158,19 +181,46 @@ def by_run(found: Mapping[str, Sequence[str | None]], runs: Sequence[RecordedRun
 
 
 def score_view(each: SetScores, runs: Sequence[RecordedRun]) -> RenderableType:
+    table = score_table(each)
+    first = LETTERS[each.runs[0]]
+    for at, moments in each.differences.items():
+        cells = (difference_cell(moments[moment]) for moment in each.moments)
+        table.add_row(Text(f"{LETTERS[at]} - {first}", "bold"), *cells)
+    return Group(table, *without_score(each, runs), Text(score_note(each), "dim"))
+
+
+def score_table(each: SetScores) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     for moment in each.moments:
         table.add_column(moment)
     for at, moments in each.scores.items():
         table.add_row(letter(at), *(score_cell(moments[moment]) for moment in each.moments))
-    first = LETTERS[each.runs[0]]
-    for at, moments in each.differences.items():
-        cells = (difference_cell(moments[moment]) for moment in each.moments)
-        table.add_row(Text(f"{LETTERS[at]} - {first}", "bold"), *cells)
+    return table
+
+
+def without_score(each: SetScores, runs: Sequence[RecordedRun]) -> list[Text]:
     without = [LETTERS[at] for at in range(len(runs)) if at not in each.scores]
-    missing = [Text(f"without a score: {', '.join(without)}")] if without else []
-    return Group(table, *missing, Text(score_note(each), "dim"))
+    return [Text(f"without a score: {', '.join(without)}")] if without else []
+
+
+def variant_view(found: VariantScores, each: SetScores, runs: Sequence[RecordedRun]) -> RenderableType:
+    table = score_table(each)
+    for name, means in found.means.items():
+        if len(name) > 1:
+            table.add_row(Text(f"mean of {name}", "bold"), *(mean_cell(means[moment]) for moment in each.moments))
+    for name, moments in found.differences.items():
+        cells = (difference_cell(moments[moment]) for moment in each.moments)
+        table.add_row(Text(f"{name} - {found.first}", "bold"), *cells)
+    notes = ["95% intervals: of a run over problems, of a mean and a difference over seeds (Student's t)."]
+    for name, pairs in found.pairs.items():
+        notes.append(f"{name} - {found.first}: {f'paired, {pairs} pairs of runs' if pairs else 'unpaired'}.")
+    return Group(table, *without_score(each, runs), *(Text(note, "dim") for note in notes))
+
+
+def mean_cell(mean: ScoreEstimate) -> Text:
+    interval = "" if math.isnan(mean.low) else f"\n{mean.low:.3f} to {mean.high:.3f}"
+    return Text.assemble((f"{mean.value:.3f}", "bold"), (interval, "dim"))
 
 
 def score_cell(score: StepScore) -> Text:
@@ -184,6 +234,8 @@ def difference_cell(difference: Difference | None) -> Text:
         return Text("interval unknown")
     if difference.changed == 0:
         return Text("the same")
+    if math.isnan(difference.low):
+        return Text.assemble((f"{difference.value:+.3f}", "bold"), "\ninterval unknown")
     beyond = difference.beyond_noise
     style = "" if not beyond else "green" if difference.value > 0 else "red"
     interval = f"{difference.low:+.3f} to {difference.high:+.3f}"
@@ -209,13 +261,15 @@ def score_note(each: SetScores) -> str:
     return "; ".join(notes) + "."
 
 
-def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType:
-    """Return a plot of each main curve, and a line for each run of the other ones."""
+def curves_view(runs: Sequence[RecordedRun], groups: Sequence[Variant], console: Console) -> RenderableType:
+    """Return a plot of each main curve, and a line for each variant of the other ones. A variant has its first run's
+    letter."""
     width, unicode = min(console.width, 120) - 1, console.encoding.lower().startswith("utf")
     parts: list[RenderableType] = []
     lines = Table.grid(padding=(0, 2, 0, 0))
     for name, points in comparison.curves(runs).items():
-        drawn = [Curve(LETTERS[at], STYLES[at], each) for at, each in enumerate(points)]
+        firsts = [(variant, next(iter(variant.runs.values()))) for variant in groups]
+        drawn = [Curve(LETTERS[at], style(at), variants.mean_curve(variant, points)) for variant, at in firsts]
         finite = [point for curve in drawn for point in curve.finite]
         if name in PLOTTED:
             heading = Text(name, "bold")
@@ -223,7 +277,7 @@ def curves_view(runs: Sequence[RecordedRun], console: Console) -> RenderableType
             continue
         xs, ys = Range.of([x for x, _ in finite]), Range.of([y for _, y in finite])
         shown = 0
-        for at, curve in enumerate(drawn):
+        for (_, at), curve in zip(firsts, drawn, strict=True):
             values = [y for _, y in curve.finite]
             if values:
                 arrow = "→" if unicode else "->"

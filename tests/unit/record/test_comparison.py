@@ -161,7 +161,7 @@ def test_the_same_prompts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["a"], "expected 2 to 8 folders of runs, found 1"),
+        (["a"], "expected 2 to 26 folders of runs, found 1"),
         (["a", "gone"], "found no folder"),
         (["a", "empty"], "found none in"),
         (["a", "begun"], "found no step in"),
@@ -194,7 +194,7 @@ def test_eight_runs_share_their_values(tmp_path: Path, capsys: pytest.CaptureFix
     assert "A C E G: 0.2" in out
     assert "B D F H: 0.1" in out
     with pytest.raises(NoRun):
-        compare.read([*folders, tmp_path / "8"])
+        compare.read([*folders] * 4)
 
 
 def test_plots_tell_runs_apart_without_colour() -> None:

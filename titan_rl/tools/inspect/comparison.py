@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any
 
 from titan_rl.config.eval_sets import HELD_OUT
@@ -18,7 +19,7 @@ from titan_rl.tools.inspect.recorded_run import ABSENT, DRAWN, ROWS, RecordedRun
 from titan_rl.tools.inspect.samples import RunSample, Samples
 from titan_rl.tools.inspect.score_differences import Difference, independent_difference, paired_difference
 
-LETTERS = "ABCDEFGH"
+LETTERS = ascii_uppercase
 TASK = (*ROWS, *(key for key in DRAWN if key != "debug.seed"), "task.eval_path")
 REWARDS = ("task.reward", "task.rewards", "task.eval_reward", "task.reward_args")
 CURVES = {
