@@ -1,10 +1,15 @@
 """Rollouts in a chat template: tools are offered, called and answered, as tokens that continue the sampled ones."""
 
 import json
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
+import pytest
 
 from support.chat_folders import chat_folder
 from support.played import Played, playing
@@ -12,6 +17,25 @@ from titan_rl.ext.agents.episodes import Reply, Step
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT
 from titan_rl.wire.types import Prompt
+
+MCP_SERVER = '''
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server, pages = MCPServer("pages"), []
+
+
+@server.tool()
+def write(page: str, times: int = 1) -> str:
+    """Write a page."""
+    if page == "full":
+        raise ToolError("no page is left")
+    pages.extend([page] * times)
+    return f"pages: {len(pages)}"
+
+
+server.run("stdio")
+'''
 
 
 class Shop:
@@ -132,3 +156,24 @@ class Silent:
 
     def step(self, reply: Reply) -> tuple[None, None, bool, dict[str, Any]]:
         return None, None, True, {}
+
+
+def test_the_tools_of_an_mcp_server_are_offered_and_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[4] / "docs/environments.md"
+    (block,) = re.findall(r"```python\n(from contextlib[^`]*?class Served:.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "served_tools.py").write_text(block.replace('"python"', repr(sys.executable)))
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    chat_folder(tmp_path, "hermes")
+    said = [call("write", page="a", times=2), call("write", page="full"), call("write", times="x"), "done"]
+    with playing("served_tools:Served", tmp_path, chat=OWN_CHAT) as played:
+        for _ in range(2):  # each rollout has a server of its own
+            outcome, contexts = played_chat(played, {}, *said)
+            assert '"name": "write", "description": "Write a page."' in contexts[0]
+            assert "pages: 2" in contexts[1]
+            assert "no page is left" in contexts[2]
+            assert "missing argument page" in contexts[3]
+            assert (outcome.status, outcome.error) == ("completed", "")
+            assert outcome.metrics["tools/write/failures"] == 2
+    assert not [child for child in psutil.Process().children(recursive=True) if "server.py" in child.cmdline()]
