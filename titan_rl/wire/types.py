@@ -68,6 +68,11 @@ class Prompt:
     demonstration: Demonstration = ()
     where: str = ""  # file:line of its row
 
+    @property
+    def question(self) -> str:
+        """The text, or the last message of a chat."""
+        return str(self.messages[-1]["content"]) if self.messages else self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -325,14 +330,20 @@ class Group:
         return (self.prompt.id if self.number < 0 else self.number) * len(self.rollouts) + k
 
     def __str__(self) -> str:
-        lines = [f"prompt {self.prompt.id}: {shortened(self.prompt.text)}"]
+        lines = [f"prompt {self.prompt.id}: {shortened(self.prompt.question)}"]
         return "\n".join([*lines, *(f"  {r.reward:>7.3f}  {shortened(r.text)}" for r in self.rollouts)])
 
     def _repr_html_(self) -> str:
         """Return the group as a table, which notebooks show."""
-        rows = "".join(f"<tr><td>{r.reward:.3f}</td><td>{escape(shortened(r.text))}</td></tr>" for r in self.rollouts)
-        prompt = escape(shortened(self.prompt.text))
-        return f"<table><tr><th>{self.prompt.id}</th><th>{prompt}</th></tr>{rows}</table>"
+        left = 'style="text-align: left"'
+        rows = [(f"{r.reward:.3f}", r.text) for r in self.rollouts]
+        cells = "".join(f"<tr><td>{reward}</td><td {left}>{escape(shortened(text))}</td></tr>" for reward, text in rows)
+        question = escape(shortened(self.prompt.question))
+        return f"<table><tr><th>{self.prompt.id}</th><th {left}>{question}</th></tr>{cells}</table>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the group as IPython's text."""
+        printer.text(str(self))
 
     @property
     def version(self) -> int:

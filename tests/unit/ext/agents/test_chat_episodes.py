@@ -168,7 +168,7 @@ def test_the_tools_of_an_mcp_server_are_offered_and_called(tmp_path: Path, monke
     chat_folder(tmp_path, "hermes")
     said = [call("write", page="a", times=2), call("write", page="full"), call("write", times="x"), "done"]
     with playing("served_tools:Served", tmp_path, chat=OWN_CHAT) as played:
-        for _ in range(2):  # each rollout has a server of its own
+        for _ in range(2):  # each rollout has its own server
             outcome, contexts = played_chat(played, {}, *said)
             assert '"name": "write", "description": "Write a page."' in contexts[0]
             assert "pages: 2" in contexts[1]
