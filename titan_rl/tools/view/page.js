@@ -77,8 +77,10 @@ function marked(text, needle) {
   return parts;
 }
 function table(heads, rows) {
+  const cells = [...(rows[0]?.children || [])];  // a head stands over its numbers
   return el("div", { class: "wide" }, el("table", {},
-    el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))), el("tbody", {}, rows)));
+    el("thead", {}, el("tr", {}, heads.map((head, i) => el("th", { class: cells[i]?.className === "number" ? "number" : "" }, head)))),
+    el("tbody", {}, rows)));
 }
 
 // -- curves ------------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ function ticks(low, high, count) {
   const size = [1, 2, 5, 10].map((k) => k * power).find((step) => step >= raw);
   const found = [];
   for (let at = Math.ceil(low / size) * size; at <= high + size * 1e-9; at += size) found.push(Math.abs(at) < size * 1e-9 ? 0 : at);
-  return found;
+  return found.length < 2 && count < 20 ? ticks(low, high, 2 * count) : found;
 }
 function plot(tag, width) {
   const settings = state(), weight = +(settings.smooth || 0), byTime = settings.x === "hours", log = settings.log === "1";

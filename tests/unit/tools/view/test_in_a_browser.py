@@ -48,6 +48,30 @@ def test_every_view_of_two_runs_opens_from_disk_without_a_problem(tmp_path: Path
     asyncio.run(read())
 
 
+def test_heads_stand_over_their_numbers_and_every_axis_has_two(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "page.html"
+    assert view.main([str(run), "--out", str(out)]) == 0
+    crooked = """[...document.querySelectorAll('table')].flatMap((table) => {
+      const align = (cell) => getComputedStyle(cell).textAlign, row = table.tBodies[0]?.rows[0];
+      return [...table.tHead.rows[0].cells].filter((head, i) => row?.cells[i] && align(head) !== align(row.cells[i]));
+    }).map((head) => head.innerText)"""
+    bare = """[...document.querySelectorAll('.plot svg')].filter(
+      (plot) => plot.querySelectorAll('text[text-anchor=end][x=\"42\"]').length < 2).length"""
+
+    async def read() -> None:
+        async with browser() as page:
+            for tab in TABS:
+                await page.open(f"{out.as_uri()}#{tab}")
+                assert await page.run(crooked) == [], tab
+            await page.open(f"{out.as_uri()}#overview")
+            assert await page.run("document.querySelectorAll('.plot svg').length") >= 3
+            assert await page.run(bare) == 0
+            low, high = await page.run("[ticks(0.034, 0.87, 4).length, ticks(1, 300, 4).length]")
+            assert min(low, high) >= 2
+
+    asyncio.run(read())
+
+
 def test_keys_move_through_steps_and_groups_and_change_the_address(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3)
     assert view.main([str(run)]) == 0
