@@ -22,9 +22,9 @@ from pathlib import Path
 
 from bench.rows import BENCHMARKS, append_rows, csv_rows, curve_columns, metric_lines, points_of, ran_on, run_to_end
 from titan_rl.config.policies import POLICIES
-from titan_rl.config.toml import find, load, planned, variants
+from titan_rl.config.toml import ConfigError, find, load, planned, variants
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.wire.program import DONE
+from titan_rl.wire.program import DONE, USAGE
 
 ROWS, PAGE = BENCHMARKS / "recipes.csv", BENCHMARKS.parent / "recipes.md"
 STORIES = {
@@ -81,10 +81,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/recipes"), help="where the runs stay")
     parser.add_argument("--csv", type=Path, default=ROWS)
     a = parser.parse_args()
+    try:
+        configs = {find(given).stem: given for given in a.run}
+        unscored = [name for name, given in configs.items() if not load(find(given)).eval.size]
+    except ConfigError as error:
+        parser.error(str(error))
+    if unscored:
+        parser.error(f"--run: expected configs whose eval.size is above 0, found {', '.join(unscored)}")
     there = {(row["config"], row["seed"]) for row in csv_rows(a.csv)}
     for seed in a.seeds:
-        for config in map(find, a.run):
-            name = config.stem
+        for name, config in configs.items():
             if (name, str(seed)) not in there:
                 rows = list(proven(config, seed, a.folder / f"{name}_{seed}"))
                 append_rows(a.csv, [{"config": name, "seed": seed, **row, **ran_on()} for row in rows])
@@ -93,10 +99,10 @@ def main() -> None:
     PAGE.write_text(page(), encoding="utf-8")
 
 
-def proven(config: Path, seed: int, folder: Path) -> Iterator[dict[str, str]]:
+def proven(config: str, seed: int, folder: Path) -> Iterator[dict[str, str]]:
     """Run a config in a folder from its first step. Yield the scores of each policy, its audit and its diagnosis."""
     began = time.time()
-    run_to_end({"debug.seed": seed, "job.dump_folder": folder, "job.fresh": "true"}, config=str(config))
+    run_to_end({"debug.seed": seed, "job.dump_folder": folder, "job.fresh": "true"}, config=config)
     wall = time.time() - began
     for run in sorted((folder / POLICIES).glob("*")) or [folder]:
         lines = metric_lines(run, "eval", "rl", "fit")
@@ -108,7 +114,7 @@ def proven(config: Path, seed: int, folder: Path) -> Iterator[dict[str, str]]:
             "steps": str(max(line["step"] for line in lines)),
             **curve_columns(points),
             "wall_s": f"{wall:.0f}",
-            "audit": "clean" if code == DONE else said.splitlines()[-1],
+            "audit": {DONE: "clean", USAGE: "no ledger"}.get(code) or said.splitlines()[-1],
             "why": ", ".join(causes) or "no problem",
             "policy": run.name if run != folder else "",
         }

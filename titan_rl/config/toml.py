@@ -198,8 +198,6 @@ def find(name: str) -> Path:
     places = [folder / file for folder in (SHIPPED, PLANNED) for file in (name, f"{name}.toml")]
     for candidate in (Path(name), *(places if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
-            if candidate.resolve() == VARIANTS.resolve():
-                raise ConfigError([f"{NO_CONFIG}, found {VARIANTS.name}; name a table of it: {', '.join(variants())}"])
             return candidate
     if bare and name.removesuffix(".toml") in variants():
         return VARIANTS / name.removesuffix(".toml")
@@ -435,6 +433,10 @@ def _unwritable(value: Any) -> str:
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     if path.parent == VARIANTS:
         return dict(variants()[path.name])
+    if path.resolve() == VARIANTS.resolve():
+        names = ", ".join(variants())
+        problems.append(f"{path.name}: expected the name of a table in it, one of {names}, found the file itself")
+        return {}
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO or a device may have no end
             raise ValueError("something else")

@@ -333,8 +333,12 @@ def test_a_variant_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
         training=replace(dapo.training, steps=7),
     )
     assert policies_of(find("kuhn_pair_llama")) == ["first", "second"]
-    with pytest.raises(ConfigError, match=r"found variants\.toml; name a table of it: dr_grpo_llama, "):
-        find("variants")
+    (tmp_path / "config.toml").write_text(to_toml(dapo))
+    assert load_of_run(tmp_path) == dapo  # a resumed run needs no variant
+    (tmp_path / "mine.toml").write_text('base = "variants"\n')
+    for path in (find("variants"), tmp_path / "mine.toml"):
+        with pytest.raises(ConfigError, match=r"variants\.toml: expected the name of a table in it, one of dr_grpo_"):
+            load(path)
     (tmp_path / "dapo_llama.toml").touch()
     assert find("dapo_llama.toml") == Path("dapo_llama.toml")  # an existing path wins
 
