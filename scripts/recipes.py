@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write docs/recipes.md: every shipped config, and the kept runs that show whether it learns.
+"""Write docs/recipes.md: every shipped config, and its scores before and after in kept runs.
 
     .venv/bin/python scripts/recipes.py                                            # from docs/benchmarks/*.csv
     .venv/bin/python scripts/recipes.py --run grpo_smollm2_mixed --seeds 0 1 2     # run a config first
 
---run appends a row per run to recipes.csv: its held-out scores and the seconds since the command, what `titan_rl audit`
-found, the causes that `titan_rl why` names, the commit and the machine. The run stays in its folder, below --folder. A
-config and a seed that have a row are not run again: after Ctrl-C the same command continues.
+--run appends a row per run to recipes.csv: its held-out scores and the seconds since the command, the verdict of
+`titan_rl audit`, the causes that `titan_rl why` names, the commit and the machine. The run stays in its folder, below
+--folder. A config and a seed that have a row are not run again: after Ctrl-C the same command continues.
 """
 
 import argparse
@@ -59,10 +59,10 @@ HEAD = """\
 # Which configs are shipped, and what do they learn?
 
 `scripts/recipes.py` makes this page of the rows in [benchmarks](benchmarks.md)' CSVs. A row of a table is the mean of a
-config's runs, a seed each, "±" the 95% interval over seeds (Student's t), and the curve the mean of five evaluations
-from first to last. Seconds count from the command on the machine that is named, start-up and evaluations
-included, with the load that it had: other programs slow a run down. The last two columns are the verdict of
-`titan_rl audit` and the causes that `titan_rl why` names, empty where runs are older than this page. To repeat a proof:
+config's runs, a seed each; "±" is the 95% interval over seeds (Student's t), and the curve has five evaluations from
+first to last. Seconds count from the command on the machine that is named, start-up and evaluations included, with the
+load that it had: other programs slow a run down. The last two columns are the verdict of `titan_rl audit` and the
+causes that `titan_rl why` names, empty where runs are older than this page. To repeat a proof:
 
 ```
 .venv/bin/python scripts/recipes.py --run grpo_smollm2 --seeds 0 1 2
@@ -121,7 +121,7 @@ def proven(config: str, seed: int, folder: Path) -> Iterator[dict[str, str]]:
 
 
 def checked(tool: str, folder: Path, *flags: str) -> tuple[int, str]:
-    """Run a tool on a run's folder, and return its exit code and what it printed."""
+    """Run a tool on a run's folder, and return its exit code and its output."""
     done = subprocess.run(
         [sys.executable, "-m", "titan_rl", tool, str(folder), *flags], capture_output=True, text=True, check=False
     )
@@ -129,7 +129,7 @@ def checked(tool: str, folder: Path, *flags: str) -> tuple[int, str]:
 
 
 def kept() -> dict[str, dict[str, Runs]]:
-    """Return the newest run of each seed, by config and measure. Runs of recipes.csv replace those of other CSVs."""
+    """Return the newest run of each seed, by config and measure. A row of recipes.csv replaces all of other CSVs."""
     found: defaultdict[str, dict[str, dict[str, Mapping[str, str]]]] = defaultdict(dict)
     for row in (*earlier(), *csv_rows(ROWS)):
         of_policy = f" of {policy}" if (policy := row.get("policy")) else ""

@@ -83,7 +83,7 @@ def refuse(source: str, problems: Sequence[str]) -> NoReturn:
 
 
 def print_shipped(console: Console) -> None:
-    """Print the names of the shipped configs: files, variants of them, and those that never ran on their hardware."""
+    """Print the names of the shipped configs: files, their variants, and planned ones."""
     few, unproven = sorted(variants()), planned()
     print_names(console, [name for name in shipped() if name not in (*few, *unproven)])
     console.print("variants of them (variants.toml):")
