@@ -52,6 +52,18 @@ PROJECTS = {
     "monarch": Project(("torchmonarch",), ("monarch",), "python", compiled=True),
 }
 
+# TorchTitan's RL was moved to torchtitan/rl (#4773), after the last tree that could be had whole. Its patches
+# have the new names, and are tried on an older tree under the old ones.
+EARLIER_NAMES = {
+    "tests/unit_tests/rl": "torchtitan/experiments/rl/tests",
+    "torchtitan/rl/rollout/environment": "torchtitan/experiments/rl/environment",
+    "torchtitan/rl/observability/controller": "torchtitan/experiments/rl/controller_metrics",
+    "torchtitan/rl/rubric": "torchtitan/experiments/rl/rubrics",
+    "torchtitan/rl": "torchtitan/experiments/rl",
+    "RolloutWorker": "Rollouter",
+    "worker.run_group(": "worker.run_group_rollouts(renderer=None, ",
+}
+
 
 @dataclass(frozen=True)
 class Removal:
@@ -143,6 +155,13 @@ def changes(patches: list[Path]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def before_the_move(text: str) -> str:
+    """Return a patch or a path with the names that TorchTitan's RL had before it was moved."""
+    for name, earlier in EARLIER_NAMES.items():
+        text = text.replace(name, earlier).replace(name.replace("/", "."), earlier.replace("/", "."))
+    return text
+
+
 def installed(project: Project) -> str:
     """Return name and version of the project's installed package, or an empty text."""
     for name in project.distributions:
@@ -203,7 +222,7 @@ class Trial:
 
     def __init__(self, contribution: Contribution, sources: dict[str, Path], folder: Path) -> None:
         self.contribution, self.sources, self.copy = contribution, sources, folder / contribution.name
-        self.project = PROJECTS[contribution.project]
+        self.project, self.moved = PROJECTS[contribution.project], True
         known = contributions()
         self.earlier = [patch for name in contribution.after for patch in known[name].patches]
 
@@ -226,14 +245,20 @@ class Trial:
         result.applies = ", ".join(answers)
         return result
 
+    def named(self, text: str) -> str:
+        return text if self.moved else before_the_move(text)
+
     def make_copy(self, *, checkout: bool) -> None:
         shutil.rmtree(self.copy, ignore_errors=True)
+        if self.contribution.project == "torchtitan":
+            package = self.sources["torchtitan"] / "torchtitan" if checkout else package_folder("torchtitan")
+            self.moved = package is not None and (package / "rl").is_dir()
         if checkout:
             source = self.sources[self.contribution.project]
             shutil.copytree(source, self.copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "__pycache__"))
         else:
             self.copy.mkdir(parents=True)
-            touched = set(changes([*self.earlier, *self.contribution.patches]))
+            touched = set(map(self.named, changes([*self.earlier, *self.contribution.patches])))
             copy_installed(self.project, self.copy, touched)
 
     def apply(self, patches: list[Path], *options: str) -> str:
@@ -241,8 +266,9 @@ class Trial:
         if not patches:
             return ""
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.copy.parent)}
-        command = ["git", "apply", "--whitespace=nowarn", *options, *map(str, patches)]
-        done = subprocess.run(command, cwd=self.copy, env=env, capture_output=True, text=True)
+        text = self.named("".join(patch.read_text(encoding="utf-8") for patch in patches))
+        command = ["git", "apply", "--whitespace=nowarn", *options]
+        done = subprocess.run(command, cwd=self.copy, env=env, input=text, capture_output=True, text=True)
         if not done.returncode:
             return ""
         first = next((line for line in done.stderr.splitlines() if line.startswith("error:")), done.stderr)
@@ -265,12 +291,13 @@ class Trial:
             result.problems.append(f"does not apply to {result.source}: {wrong}")
             return result
         self.apply(self.earlier)
-        self.apply(ours.patches, *(f"--include={path}" for path in ours.tests))
-        seen_before = self.pytest(ours.tests)
+        tests = list(map(self.named, ours.tests))
+        self.apply(ours.patches, *(f"--include={path}" for path in tests))
+        seen_before = self.pytest(tests)
         own_before = self.pytest(self.present(ours.own_tests))
-        self.apply(ours.patches, *(f"--exclude={path}" for path in ours.tests))
-        result.applies = "yes"
-        seen_after = self.pytest(ours.tests)
+        self.apply(ours.patches, *(f"--exclude={path}" for path in tests))
+        result.applies = "yes" if tests == list(ours.tests) else "yes, under earlier names"
+        seen_after = self.pytest(tests)
         own_after = self.pytest(self.present(ours.own_tests))
         result.before, result.after = summary(seen_before), summary(seen_after)
         if set(seen_before.values()) <= {PASSED}:
@@ -288,9 +315,9 @@ class Trial:
         return result
 
     def present(self, tests: tuple[str, ...]) -> list[str]:
-        return [path for path in tests if (self.copy / path.partition("::")[0]).exists()]
+        return [path for path in map(self.named, tests) if (self.copy / path.partition("::")[0]).exists()]
 
-    def pytest(self, tests: list[str] | tuple[str, ...]) -> dict[str, str]:
+    def pytest(self, tests: list[str]) -> dict[str, str]:
         """Run tests of the copy. Return each test's outcome: passed, skipped, or the error's first line."""
         if not tests:
             return {}

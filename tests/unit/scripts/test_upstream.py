@@ -72,6 +72,25 @@ def test_a_source_of_another_version_is_answered_by_name(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("folder", ["rl", "experiments/rl"])
+def test_a_change_of_rl_is_tried_under_the_names_from_before_the_move(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, line = f"torchtitan/{folder}/loss.py", f"import torchtitan.{folder.replace('/', '.')}.types\n"
+    (tmp_path / "tree" / module).parent.mkdir(parents=True)
+    (tmp_path / "tree" / module).write_text(line)
+    (tmp_path / "change").mkdir()
+    head = "--- a/torchtitan/rl/loss.py\n+++ b/torchtitan/rl/loss.py\n@@ -1 +1,2 @@\n"
+    (tmp_path / "change/0001.patch").write_text(f"{head} import torchtitan.rl.types\n+import torchtitan.rl.rubric\n")
+    monkeypatch.setattr(upstream, "FOLDER", tmp_path)
+    change = upstream.Contribution("change", "torchtitan", "", "", tests=())
+    trial = upstream.Trial(change, {"torchtitan": tmp_path / "tree"}, tmp_path / "copies")
+    trial.make_copy(checkout=True)
+    assert not trial.apply(change.patches)
+    added = "torchtitan.rl.rubric" if folder == "rl" else "torchtitan.experiments.rl.rubrics"
+    assert (trial.copy / module).read_text() == f"{line}import {added}\n"
+
+
 def test_wrong_calls_are_answered_together_before_anything_runs(tmp_path: Path) -> None:
     done = command("no-such", "--source", "torchtitan", "--keep", str(tmp_path), "--all")
     assert done.returncode == 2
