@@ -98,6 +98,7 @@ def read(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def check_key(runs: Sequence[RecordedRun], by: str) -> None:
+    """Refuse a key that all runs agree in, or that none has."""
     differing = comparison.settings(runs)
     if by and by not in differing:
         raise NoRun(f"--by: expected a key that differs between the runs ({', '.join(differing)}), found {by}")
@@ -140,10 +141,10 @@ def title(name: str) -> str:
 
 
 def letter(at: int) -> Text:
-    return Text(LETTERS[at], f"bold {style(at)}")
+    return Text(LETTERS[at], f"bold {colour(at)}")
 
 
-def style(at: int) -> str:
+def colour(at: int) -> str:
     return STYLES[at % len(STYLES)]
 
 
@@ -215,6 +216,8 @@ def variant_view(found: VariantScores, each: SetScores, runs: Sequence[RecordedR
     notes = ["95% intervals: of a run over problems, of a mean and a difference over seeds (Student's t)."]
     for name, pairs in found.pairs.items():
         notes.append(f"{name} - {found.first}: {f'paired, {pairs} pairs of runs' if pairs else 'unpaired'}.")
+    if BEST in each.moments:
+        notes.append("The best is chosen afterwards, so it is too high.")
     return Group(table, *without_score(each, runs), *(Text(note, "dim") for note in notes))
 
 
@@ -269,7 +272,7 @@ def curves_view(runs: Sequence[RecordedRun], groups: Sequence[Variant], console:
     lines = Table.grid(padding=(0, 2, 0, 0))
     for name, points in comparison.curves(runs).items():
         firsts = [(variant, next(iter(variant.runs.values()))) for variant in groups]
-        drawn = [Curve(LETTERS[at], style(at), variants.mean_curve(variant, points)) for variant, at in firsts]
+        drawn = [Curve(LETTERS[at], colour(at), variants.mean_curve(variant, points)) for variant, at in firsts]
         finite = [point for curve in drawn for point in curve.finite]
         if name in PLOTTED:
             heading = Text(name, "bold")

@@ -129,6 +129,9 @@ def test_intervals_hold_the_mean_nineteen_times_of_twenty() -> None:
         assert np.mean([each.low <= 0 <= each.high for each in found]) > 0.93
     assert math.isnan(mean_of([1.0]).low)
     assert not welch([1.0], [2.0, 2.0]).beyond_noise
+    huge = [1e308, 1e308, -1e308]
+    assert not welch(huge, [0.0, 1.0]).beyond_noise
+    assert mean_curve(Variant({("0",): 0, ("1",): 1}), [[(1, 1e308)], [(1, 1e308)]]) == [(1, math.inf)]
 
 
 def test_a_mean_curve_has_the_steps_of_all_seeds() -> None:

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, variance
 from typing import Any
 
 from titan_rl.record.scores import ScoreEstimate
@@ -115,28 +114,37 @@ def _paired(each: SetScores, moment: str, first: Variant, second: Variant, other
 
 def mean_of(values: Sequence[float]) -> ScoreEstimate:
     """Return a mean with Student's 95% interval, which is unknown (NaN) of one value."""
-    mean = fmean(values)
+    mean = _mean(values)
     half = math.nan
     if len(values) > 1:
-        half = _quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
+        half = _quantile(len(values) - 1) * math.sqrt(_variance_of_mean(values))
     return ScoreEstimate(mean, mean - half, mean + half)
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Return the difference of two means, with an interval that is unknown (NaN) if either is of one value."""
-    gain = fmean(second) - fmean(first)
+    gain = _mean(second) - _mean(first)
     half = math.nan
     if min(len(first), len(second)) > 1:
-        a = variance(first) / len(first)
-        b = variance(second) / len(second)
-        parts = a**2 / (len(first) - 1) + b**2 / (len(second) - 1)
-        freedom = (a + b) ** 2 / parts if parts else 1
-        half = _quantile(int(freedom)) * math.sqrt(a + b)
+        a = _variance_of_mean(first)
+        b = _variance_of_mean(second)
+        parts = a * a / (len(first) - 1) + b * b / (len(second) - 1)
+        freedom = (a + b) * (a + b) / parts if 0 < parts < math.inf else 1
+        half = _quantile(freedom) * math.sqrt(a + b)
     return Difference(gain, gain - half, gain + half, False)
 
 
-def _quantile(freedom: int) -> float:
-    return T[min(max(freedom, 1), len(T)) - 1]
+def _quantile(freedom: float) -> float:
+    return T[int(min(max(freedom, 1), len(T))) - 1]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # fmean raises an error where a damaged run's numbers overflow
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum((value - mean) * (value - mean) for value in values) / (len(values) - 1) / len(values)
 
 
 def mean_curve(variant: Variant, by_run: Sequence[Points]) -> Points:
@@ -145,7 +153,7 @@ def mean_curve(variant: Variant, by_run: Sequence[Points]) -> Points:
     if not curves:
         return []
     steps = set(curves[0]).intersection(*curves)
-    return [(step, fmean(curve[step] for curve in curves)) for step in sorted(steps)]
+    return [(step, _mean([curve[step] for curve in curves])) for step in sorted(steps)]
 
 
 def as_data(runs: Sequence[RecordedRun], by: str = "") -> dict[str, Any]:
