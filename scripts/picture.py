@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a command and keep its output as a picture, with its colours. Steps in the middle of a run are cut out.
 
-    .venv/bin/python scripts/picture.py docs/images/grpo_llama.svg -- ./scripts/run --config grpo_llama.toml
+    .venv/bin/python scripts/picture.py docs/images/grpo_smollm2.svg -- ./scripts/run --config grpo_smollm2.toml
 
 CI=1 makes a run print plain lines, without the status line that is redrawn in place.
 """
