@@ -1,0 +1,1 @@
+"""Images in prompts: a frozen vision tower beside the text model that is trained."""
