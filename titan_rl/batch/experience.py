@@ -49,7 +49,7 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     whose log-prob is not finite: they would spread to the group through a KL in the reward, and to the whole step
     through whitening."""
     owned = [
-        (branch, rollout, group.sequence(k))
+        (branch, rollout, group.sequence(k), group.prompt.images)
         for group, trained in zip(groups, _trained(groups, algorithm), strict=True)
         for k, rollout in trained
         for branch in rollout.branches
@@ -66,8 +66,8 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     ends = sizes.cumsum()[last]
     lengths = np.diff(ends, prepend=0)
     if algorithm.overlong_filter:
-        mask *= np.repeat([not rollout.truncated for _, rollout, _ in owned], lengths)
-    if algorithm.online_pairs and all(a is b for (_, a, _), (_, b, _) in zip(owned[::2], owned[1::2], strict=True)):
+        mask *= np.repeat([not rollout.truncated for _, rollout, *_ in owned], lengths)
+    if algorithm.online_pairs and all(a is b for (_, a, *_), (_, b, *_) in zip(owned[::2], owned[1::2], strict=True)):
         mask[:] = 0  # no group has a pair
     spans, extras = zip((ends - lengths).tolist(), ends.tolist(), strict=True), extras_of([b for b, *_ in owned])
     return [
@@ -78,8 +78,9 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
             len(branch.turns[0].context),
             sequence,
             recorded,
+            images,
         )
-        for (begin, end), (branch, _, sequence), recorded in zip(spans, owned, extras, strict=True)
+        for (begin, end), (branch, _, sequence, images), recorded in zip(spans, owned, extras, strict=True)
     ]
 
 

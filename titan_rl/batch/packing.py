@@ -253,6 +253,7 @@ class _Block:
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
     extras: dict[str, Callable[[Places], Any]]  # side columns of a microbatch
+    images: Sequence[tuple[str, ...]]  # by row
 
 
 def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
@@ -311,7 +312,21 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
         source=source,
         reads=reads,
         extras=packed_extras(samples),
+        images=_images(samples, layout, row, offset, slots),
     )
+
+
+def _images(
+    samples: Sequence[Sample], layout: Layout, row: np.ndarray, offset: np.ndarray, slots: int
+) -> list[tuple[str, ...]]:
+    """Return each row's images. A sample's are in its prompt, which begins the segment that has its first token."""
+    if not any(sample.images for sample in samples):
+        return []
+    found: list[tuple[str, ...]] = [()] * slots
+    first = layout.start == 0
+    for sample, r in zip(layout.sample[first][order := np.argsort(offset[first])], row[first][order], strict=True):
+        found[r] += samples[sample].images
+    return found
 
 
 def _written(layout: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -369,4 +384,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         columns={name: column[numbers] for name, column in block.columns.items()},
         segments=segments[np.argsort(segments[:, 0])],
         extras={name: value_at(places) for name, value_at in block.extras.items()},
+        images=[block.images[number] for number in numbers] if block.images else (),
     )

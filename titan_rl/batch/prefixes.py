@@ -89,7 +89,7 @@ def _groups(samples: Sequence[Sample]) -> list[Group]:
     by_prompt: dict[tuple[int, bytes], dict[bytes, list[Member]]] = {}
     for i, (sample, prefix) in enumerate(zip(samples, _prefixes(samples), strict=True)):
         tokens = np.asarray(sample.tokens, np.int64)
-        key = prefix, tokens[:prefix].tobytes() if prefix else b"%d" % i
+        key = prefix, _prompt(sample, prefix) if prefix else b"%d" % i
         member = i, tokens[prefix:-1].tobytes() if prefix else b""
         by_prompt.setdefault(key, {}).setdefault(member[1], []).append(member)
     return [
@@ -103,10 +103,16 @@ def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
     prefixes = _prefixes(samples)
     for i in range(0, len(samples), together):
         tokens_of_pair = [np.asarray(sample.tokens, np.int64) for sample in samples[i : i + together]]
-        prompts = {tokens[:n].tobytes() for tokens, n in zip(tokens_of_pair, prefixes[i : i + together], strict=True)}
+        pair = zip(samples[i : i + together], prefixes[i : i + together], strict=True)
+        prompts = {_prompt(sample, n) for sample, n in pair}
         prefix = min(prefixes[i : i + together]) if len(prompts) == 1 else 0
         groups.append((prefix, [(i + k, tokens[prefix:-1].tobytes()) for k, tokens in enumerate(tokens_of_pair)]))
     return groups
+
+
+def _prompt(sample: Sample, prefix: int) -> bytes:
+    """Return what the places of a prefix read: equal tokens may stand for different images."""
+    return np.asarray(sample.tokens[:prefix], np.int64).tobytes() + "".join(sample.images).encode()
 
 
 def _prefixes(samples: Sequence[Sample]) -> list[int]:

@@ -162,7 +162,14 @@ class Player:
     async def _answer(self, play: Play) -> Rollout:
         """Sample the single turn of a rollout."""
         expected = min(play.expected, play.sampling.max_new_tokens)
-        request = Request(play.id, play.prompt.tokens, [play.turn_seed(0)], play.sampling, expected=expected)
+        request = Request(
+            play.id,
+            play.prompt.tokens,
+            [play.turn_seed(0)],
+            play.sampling,
+            expected=expected,
+            images=play.prompt.images,
+        )
         try:
             (completion,) = await self._generators.generate(request)
         except RequestRefused as error:

@@ -219,9 +219,11 @@ class GroupSampler:
         settings, seconds = self._settings, self._settings.rollout.timeout_seconds
         seeds = [sample_seed(settings.seed, prompt.id, sample) for sample in range(settings.rollout.group_size)]
         first = self._play(prompt, 0)
-        requests = [Request(first.group, prompt.tokens, seeds, first.sampling, expected=first.expected)]
+        request = Request(
+            first.group, prompt.tokens, seeds, first.sampling, expected=first.expected, images=prompt.images
+        )
         others = [self._play(prompt, sample) for sample in range(len(seeds), settings.played)]
-        requests += [Request(play.id, prompt.tokens, [0], play.sampling, expected=play.expected) for play in others]
+        requests = [request, *(replace(request, id=p.id, seeds=[0], sampling=p.sampling) for p in others)]
         self._running += 1
         try:
             with span("sample", lane="groups", id=prompt.id):

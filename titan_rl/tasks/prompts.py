@@ -195,7 +195,7 @@ def with_answer(prompt: Sample, answer: Sample, most: int) -> Sample:
     """Return the prompt of one sample with the answer of another, cut to at most `most` tokens."""
     tokens = [*prompt.tokens[: prompt.prompt], *answer.tokens[answer.prompt :]][:most]
     mask = [*prompt.mask[: prompt.prompt], *answer.mask[answer.prompt :]][:most]
-    return Sample(tokens=tokens, mask=mask, prompt=prompt.prompt)
+    return Sample(tokens=tokens, mask=mask, prompt=prompt.prompt, images=prompt.images)
 
 
 def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
@@ -228,13 +228,14 @@ def demonstrated(prompt: Prompt, tokenizer: TextTokenizer, tools: Sequence[dict[
             break
         tokens += read
         mask += [0] * len(read)
-    return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens))
+    return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens), images=prompt.images)
 
 
 def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
     sampled = [*tokenizer.encode(answer), tokenizer.eos]
     length = len(prompt.tokens)
-    return Sample(tokens=[*prompt.tokens, *sampled], mask=[0] * length + [1] * len(sampled), prompt=length)
+    mask = [0] * length + [1] * len(sampled)
+    return Sample(tokens=[*prompt.tokens, *sampled], mask=mask, prompt=length, images=prompt.images)
 
 
 SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}

@@ -67,6 +67,7 @@ class Prompt:
     messages: Sequence[dict[str, Any]] = ()  # a chat, which `tokens` render
     demonstration: Demonstration = ()
     where: str = ""  # file:line of its row
+    images: tuple[str, ...] = ()  # SHA-256 of each image's file, in the order of their placeholders in `tokens`
 
     @property
     def question(self) -> str:
@@ -106,6 +107,7 @@ class Request:
     slot: int = 0  # number of the policy whose adapters answer
     adapter: str = ""  # folder of an adapter in PEFT's layout, if the engines read any; empty: none
     version: int | None = None  # of `adapter`; None: its tokens have the slot's version
+    images: tuple[str, ...] = ()  # as Prompt.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +372,7 @@ class Sample:
     prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns (side_columns.py), by name
+    images: tuple[str, ...] = ()  # as Prompt.images: all of them are among the `prompt` leading tokens
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
@@ -393,6 +396,7 @@ class Rows:
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
+    images: Sequence[tuple[str, ...]] = ()  # each row's, in the order of their placeholders; empty: no row has any
 
 
 @dataclass(frozen=True, slots=True)
