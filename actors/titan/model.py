@@ -65,8 +65,9 @@ from titan_rl.kernels import cpu_matmul
 from titan_rl.wire import weight_plan
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ROUTE_BIAS, ModelShape, SpecShape, planned
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.side_columns import RankPart, side_column
-from titan_rl.wire.types import Rows, entries
+from titan_rl.wire.types import IMAGES, Rows, entries
 
 FILE_BYTES = 5 << 30
 
@@ -146,6 +147,7 @@ def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: Par
 
 class TitanModel:
     _copies: ComputeCopies | None = None  # one rank has them in place of FSDP2
+    _tower: Any = None  # reads images; not trained, and no part of the model
 
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.shape = shape
@@ -177,6 +179,8 @@ class TitanModel:
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
         self.row_parts = row_parts(parallelism, self.device.type)
         self.model = self._build()
+        if config.model.vision == "frozen":
+            self._tower = self._frozen_tower()
         self.names = hf_names(self.spec, [name for name, _ in self.tensors], self.adaptation)
 
     @property
@@ -202,6 +206,12 @@ class TitanModel:
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
         return model.train()
+
+    def _frozen_tower(self) -> Any:
+        folder, compute = self.config.model.hf_assets_path, getattr(torch, self.config.training.mixed_precision_param)
+        build = needed_part("images of trainers", "model.vision")
+        images = Path(self.config.job.dump_folder) / IMAGES
+        return build(folder, images, self.shape.folder_tensors(), device=self.device, dtype=compute)
 
     def begin(self) -> None:
         """Read the weights that the config names, or draw them from the seed."""
@@ -304,6 +314,9 @@ class TitanModel:
             experts.set_routes(self.model, counted, rows.extras.get("routes"))
         if self._copies is not None:
             self._copies.place()
+        if self._tower is not None:
+            tokens, images = rows.images
+            self.model.tok_embeddings.features = self._tower.features(tokens, images)
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
@@ -523,6 +536,7 @@ class DeviceRows:
     count: int  # sequences in the microbatch
     columns: dict[Any, torch.Tensor]
     attended: Attended
+    images: tuple[np.ndarray, Sequence[tuple[str, ...]]]  # tokens in host memory, and the hashes of each row's images
     own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
 
@@ -554,6 +568,7 @@ class DeviceRows:
             attended=attended,
             own=None if own is None else to(own),
             extras={name: side_column(name).on_device(value, here) for name, value in rows.extras.items()},
+            images=(rows.tokens, rows.images),
         )
 
 

@@ -75,6 +75,7 @@ class EngineSettings(GeneratorSection):
     block_size: int = 32  # tokens of a block of the KV cache
     enable_prefix_caching: bool = True  # samples of a group share the KV cache of their prompt
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
+    images: str = ""  # folder of the files of requests' images, which the tower in model_dir reads; empty: text only
     shape: ModelShape | None = None  # shape of the model, to learn which weights fill what; None: nothing is synced
 
 
@@ -200,6 +201,9 @@ class Engine:
             self._drafts = needed_part("drafts", "generator.drafts")(settings, self._in_vllm, on_cpu=on_cpu)
             self._recorders.append(self._drafts)
             args |= self._drafts.args
+        self._images = needed_part("images of engines", "model.vision")(settings) if settings.images else None
+        if self._images is not None:
+            args |= self._images.args
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         for recorder in self._recorders:
@@ -223,6 +227,7 @@ class Engine:
         self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
         shape, loaded = settings.shape, settings.load_format == "auto"
         self._float32_ends = OF_ROUTER if shape is None else shape.halves(settings.dtype)
+        self._given = self._images.begin(self._llm) if self._images is not None else set[str]()  # no sync writes them
         has_more = loaded and isinstance(shape, SpecShape)  # than the text model, such as a vision tower
         quantized = settings.quantization != "none"
         self._layout = None if shape is None or has_more else self._learned(shape, quantized=quantized)
@@ -264,6 +269,8 @@ class Engine:
             try:
                 if failpoints.hit("admit"):
                     raise ValueError("refused on order")
+                if request.images and self._images is None:
+                    raise ValueError("expected an engine that reads images (model.vision), found one without")
                 if problem := problem_of(request, self._vocab_size, self._max_model_len):
                     raise ValueError(problem)
                 self._add(request)
@@ -289,7 +296,9 @@ class Engine:
             self._in_vllm[id] = open, i
             changed = {k: v for r in self._recorders for k, v in r.request_args(id, request.sampling).items()}
             params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), **changed)
-            prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
+            prompt: Any = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
+            if request.images and self._images is not None:
+                prompt = self._images.prompt(request, [*request.tokens, *begun], salt)
             self._llm.add_request(id, prompt, params, lora_request=adapter)
 
     def _drop(self, ids: Sequence[str]) -> None:
@@ -367,7 +376,8 @@ class Engine:
         def live(model: Any) -> "dict[str, Tensor]":
             filled = self._layout.shapes if self._layout else ()
             buffers = [(name, b) for name, b in model.named_buffers() if name in filled]
-            every = (*with_memory(dict(model.named_parameters())).items(), *buffers)
+            synced = {name: p for name, p in model.named_parameters() if name not in self._given}
+            every = (*with_memory(synced).items(), *buffers)
             own = {name.replace(".base_layer.", "."): p.detach() for name, p in every}
             own = {name: viewed(name, p) for name, p in own.items()}
             return own | self._adapters.tensors(model, slot)
@@ -386,7 +396,7 @@ class Engine:
         """Return what fills this rank's parameters, and the buffers that vLLM's loader writes."""
         from titan_rl.actors.vllm.learned_plan import learned_layout
 
-        return learned_layout(self._llm.vllm_config, shape, quantized=quantized)
+        return learned_layout(self._llm.vllm_config, shape, quantized=quantized, given=self._given)
 
     def _buffer_sums(self) -> dict[str, str]:
         (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))

@@ -6,7 +6,7 @@ parameter has one source, or the model is refused.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -28,9 +28,11 @@ FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 MOST_PIECES = 1 << 12  # a copy in more pieces scatters single elements
 
 
-def learned_layout(vllm_config: Any, shape: ModelShape, *, quantized: bool = False) -> LiveLayout:
+def learned_layout(
+    vllm_config: Any, shape: ModelShape, *, quantized: bool = False, given: Collection[str] = ()
+) -> LiveLayout:
     """Return the parameters of this process's tensor-parallel rank, and what fills them. Weights in 8 bits are made of
-    these after loading, if `quantized`."""
+    these after loading, if `quantized`. The `given` ones stay as they are."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     dtype = vllm_config.model_config.dtype
@@ -43,7 +45,8 @@ def learned_layout(vllm_config: Any, shape: ModelShape, *, quantized: bool = Fal
     with CopyRecorder() as recorder:
         model.load_weights(iter(folder.items()))  # type: ignore[operator]
     written = {target.storage for target, _ in recorder.writes}
-    live = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if storage_of(b) in written}
+    synced = {name: p for name, p in model.named_parameters() if name not in given}
+    live = synced | {n: b for n, b in model.named_buffers() if storage_of(b) in written}
     sources = dict(_sources(folder, shape))
     pieces = list(explained(live, sources, recorder))
     layout = LiveLayout({name: tuple(tensor.shape) for name, tensor in live.items()}, pieces)

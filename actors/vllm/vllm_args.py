@@ -12,6 +12,7 @@ from titan_rl.wire.types import Request, Sampling
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
 NOT_VLLMS = {
+    "images",
     "adapters",
     "drafts",
     "replicas",

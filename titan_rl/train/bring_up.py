@@ -43,7 +43,7 @@ from titan_rl.wire.model_shape import SpecShape
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.sessions import Driver
 from titan_rl.wire.spans import Recorded
-from titan_rl.wire.types import RoleName
+from titan_rl.wire.types import IMAGES, RoleName
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
@@ -275,6 +275,7 @@ async def start_generators(
         block_size=BLOCK_TOKENS[setup.device],
         enable_prefix_caching=not setup.shape.recurrent_heads,  # vLLM has states at the ends of whole blocks only
         sleeps=config.placement.kind == "colocated" and bool(config.placement.sleep) and not loaded,
+        images=str(setup.folder / IMAGES) if config.model.vision != "none" else "",
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,

@@ -226,6 +226,8 @@ SPECS: dict[str, BuiltFamily] = {  # by model_type
     ),
     "gemma4_text": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
     "gemma4": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
+    "idefics3": BuiltFamily(spec="titan_rl.actors.titan.idefics3:spec"),
+    "smolvlm": BuiltFamily(spec="titan_rl.actors.titan.idefics3:spec"),
     "qwen3_5_text": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
     "qwen3_5": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
     "deepseek_v3": BuiltFamily(

@@ -32,6 +32,8 @@ PARTS = {
     "folders of policies": "ext.policies.planning:settle_policies",
     "fork servers": "ext.fork_servers.fork_servers:ForkStarter",
     "games": "ext.agents.games:GAMES",
+    "images of engines": "ext.vision.ranks.engine_images:EngineImages",
+    "images of trainers": "ext.vision.ranks.tower:Tower",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
     "links of readers": "ext.remote_weights.ranks.remote_links:RemoteReads",
     "links of trainers": "ext.remote_weights.ranks.remote_links:RegisteredRuns",

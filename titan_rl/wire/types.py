@@ -51,6 +51,10 @@ Demonstration = Sequence[tuple[str, str | list[dict[str, Any]]]]
 """Pairs of the policy's text in a turn and the reply to it: text, or chat messages."""
 
 
+IMAGES = "images"
+"""Folder of a run with the files of its prompts' images, each named by the SHA-256 of its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One task item. The policy reads `tokens`; the reward compares with `answer`.

@@ -1,0 +1,65 @@
+"""Images that a seed draws, in a run's folder, and prompts that have them."""
+
+import hashlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from titan_rl.ext.vision.pixels import placeholders_of
+
+
+def draw_image(directory: Path, seed: int, *, sides: tuple[int, int] = (56, 56)) -> str:
+    """Write an image of random squares, and return its name: the SHA-256 of the file."""
+    random = np.random.default_rng(seed)
+    small = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    written = BytesIO()
+    Image.fromarray(small).resize(sides, Image.Resampling.NEAREST).save(written, "PNG")
+    name = hashlib.sha256(written.getvalue()).hexdigest()
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(written.getvalue())
+    return name
+
+
+def prompt_of(folder: Path, texts: list[str]) -> list[int]:
+    """Return the tokens of texts with an image between each two."""
+    from titan_rl.ext.vision.tiny_folder import AROUND, WHOLE
+    from titan_rl.text.tokenizer import TextTokenizer
+
+    text, placeholders = TextTokenizer.load(folder), placeholders_of(str(folder))
+    around, whole = text.encode(AROUND), text.encode(WHOLE)
+    image = [*around, *whole, *[placeholders.token] * placeholders.run, *around]
+    tokens = [*text.opening, *text.encode(texts[0])]
+    for rest in texts[1:]:
+        tokens += [*image, *text.encode(rest)]
+    return tokens
+
+
+def transformers_model(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def transformers_logprobs(
+    model: Any, folder: Path, directory: Path, tokens: list[int], answer: list[int], images: tuple[str, ...]
+) -> Any:
+    """Return transformers' log-probs of an answer. A placeholder in the answer is embedded as any token: transformers
+    itself would look for its image."""
+    import torch
+    from transformers import AutoImageProcessor
+
+    ids, read = torch.tensor([tokens + answer]), model.get_input_embeddings()
+    embedded = read(ids)
+    if images:
+        files: Any = [[Image.open(directory / name) for name in images]]
+        pixels = AutoImageProcessor.from_pretrained(folder)(files, return_tensors="pt")
+        features = model.get_image_features(**pixels).pooler_output.flatten(0, 1)
+        at = ids[0, : len(tokens)] == model.config.image_token_id
+        embedded = embedded.clone()
+        embedded[0, : len(tokens)][at] = features
+    logits = model(inputs_embeds=embedded).logits[0, len(tokens) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(tokens) :, None])[:, 0]

@@ -1,0 +1,62 @@
+"""Gives an engine the pixels of a request's images. vLLM's own processor never sees an image or a text: the tokens are
+the trainer's, and so are the pixels."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_rl.actors.titan.shard_reader import other_tensors
+from titan_rl.ext.vision.pixels import ImageFiles, placeholders_of
+from titan_rl.wire.types import Request
+
+
+class EngineImages:
+    """The images of one engine's requests, and the tower that reads them: the folder's, which no sync writes."""
+
+    args = {
+        "language_model_only": False,
+        "skip_tokenizer_init": False,  # vLLM's processor, by which it finds the most tokens of an image, needs one
+        "skip_mm_profiling": True,
+        "mm_processor_cache_gb": 0,
+    }
+    """Arguments of the engine."""
+
+    def __init__(self, settings: Any) -> None:
+        if settings.sleeps:
+            raise ValueError("expected an engine that keeps its weights, as no sync writes a tower, found sleeps")
+        self._folder, self._text = settings.model_dir, settings.shape.folder_tensors()
+        self._files, self._placeholders = ImageFiles(Path(settings.images), self._folder), placeholders_of(self._folder)
+
+    def begin(self, llm: Any) -> set[str]:
+        """Load the tower, and return the names of its parameters."""
+        self._dtype: torch.dtype = llm.vllm_config.model_config.dtype
+        tower = other_tensors(Path(self._folder), self._text)
+
+        def load(model: Any) -> set[str]:
+            return set(model.load_weights(iter(tower.items())))
+
+        (names,) = llm.apply_model(load)
+        return names
+
+    def prompt(self, request: Request, tokens: list[int], salt: str) -> dict[str, Any]:
+        """Return vLLM's processed prompt. `tokens`: the request's, and those of a begun sample."""
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+        pixels = self._files.pixels(request.images)
+        places = self._placeholders.of_images(request.tokens, [each.tiles for each in pixels])
+        ranges = list[PlaceholderRange]()
+        for at in places:
+            first, length = int(at[0]), int(at[-1] - at[0]) + 1
+            reads = torch.zeros(length, dtype=torch.bool).index_fill_(0, torch.from_numpy(at - first), True)
+            ranges.append(PlaceholderRange(first, length, None if len(at) == length else reads))
+        tiles = torch.tensor([each.tiles for each in pixels])
+        values, mask = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*(each[:2] for each in pixels)))
+        inputs: Any = {"pixel_values": values.to(self._dtype), "pixel_attention_mask": mask, "num_patches": tiles}
+        by_tiles = MultiModalFieldConfig.flat_from_sizes("image", tiles)
+        fields = {"pixel_values": by_tiles, "pixel_attention_mask": by_tiles}
+        fields["num_patches"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        items: Any = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
+        return dict(mm_input(tokens, items, {"image": [*request.images]}, {"image": ranges}, cache_salt=salt))

@@ -1,0 +1,73 @@
+"""A trainer's vision tower: transformers' own modules with the folder's weights, which stay as they are.
+
+    images of a microbatch's rows -> pixels -> tower, projection -> features -> in the places of placeholders
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_rl.actors.titan.shard_reader import other_tensors
+from titan_rl.ext.vision.pixels import ImageFiles, KeptItems, placeholders_of
+
+TILES = 32  # computed at once
+
+
+class Tower:
+    """Features of images, kept by their hashes: a frozen tower computes each once."""
+
+    def __init__(
+        self, folder: str, directory: Path, text: Collection[str], *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`text`: names of the text model's tensors in the folder. `directory`: of the files of images."""
+        self._files, self._placeholders = ImageFiles(directory, folder), placeholders_of(folder)
+        self.model, self._device = frozen_tower(folder, text).to(device, dtype), device
+        self._kept = KeptItems[Tensor]()
+
+    def features(self, tokens_BL: np.ndarray, images: Sequence[Sequence[str]]) -> tuple[Tensor, Tensor] | None:
+        """Return the places in the flattened rows that read features, [F], and the features, [F, D]; None if there are
+        none. `images`: the hashes of each row's images, in the order of their placeholders."""
+        if not any(images):
+            return None
+        features = [self._of_images(hashes) for hashes in images]
+        places = list[np.ndarray]()
+        for row, (tokens, found) in enumerate(zip(tokens_BL, features, strict=True)):
+            tiles = [len(each) // self._placeholders.run for each in found]
+            places += [row * len(tokens) + at for at in self._placeholders.of_images(tokens, tiles)]
+        every = torch.cat([each for found in features for each in found])
+        return torch.from_numpy(np.concatenate(places)).to(self._device), every
+
+    def _of_images(self, hashes: Sequence[str]) -> list[Tensor]:
+        return self._kept.take(hashes, self._computed)
+
+    @torch.no_grad()
+    def _computed(self, hashes: Sequence[str]) -> list[Tensor]:
+        pixels = self._files.pixels(hashes)
+        values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
+        mask = torch.from_numpy(np.concatenate([each.mask for each in pixels])).bool()
+        found = list[Tensor]()
+        for some, on in zip(values.split(TILES), mask.split(TILES), strict=True):
+            answer = self.model.get_image_features(some[None].to(self._device), on[None].to(self._device))
+            found.append(answer.pooler_output)
+        tiles_NRD = torch.cat(found)
+        if tiles_NRD.shape[:2] != (len(values), self._placeholders.run):
+            expected = f"{len(values)} tiles of {self._placeholders.run} features"
+            raise RuntimeError(f"expected {expected}, found {[*tiles_NRD.shape[:2]]}: the tower drops tiles of zeros")
+        return [part.flatten(0, 1).clone() for part in tiles_NRD.split([each.tiles for each in pixels])]
+
+
+def frozen_tower(folder: str, text: Collection[str]) -> Any:
+    """Return transformers' model of the folder without its text model."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.text_config.num_hidden_layers, config.text_config.vocab_size, config.text_config.pad_token_id = 0, 1, None
+    model: Any = AutoModel.from_config(config, dtype=torch.float32)
+    del model.text_model
+    tensors = other_tensors(Path(folder), text)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    return model.eval().requires_grad_(False)
