@@ -6,7 +6,7 @@ The controller imports this module to spawn the actor; torch and TorchTitan are 
 import inspect
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,10 @@ class ModelRank(Actor):
     @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
         return self._model.phase.snapshot(step, controller, part)
+
+    @verb
+    async def pixel_sums(self, images: Sequence[str]) -> list[str]:
+        return self._model.pixel_sums(images)
 
     @verb
     async def unsound(self) -> list[str]:

@@ -206,6 +206,10 @@ class GeneratorMesh(Fleet):
         """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""
         return await self._all("fingerprint")
 
+    async def pixel_sums(self, images: Sequence[str]) -> list[list[str]]:
+        """Return hashes of what each rank sees of images."""
+        return await self._all("pixel_sums", images)
+
     async def stats(self) -> list[EngineStats]:
         """Return each replica's counts since start-up."""
         return list((await self.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
@@ -226,10 +230,10 @@ class GeneratorMesh(Fleet):
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
 
-    async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
+    async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
         limit = seconds or self._policy.seconds
-        answers = await self.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
+        answers = await self.each(lambda r: ask_all(r.calls(verb, *arguments), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
 
 

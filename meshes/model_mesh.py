@@ -181,6 +181,10 @@ class ModelMesh:
         """Let every rank begin to copy its state into its part; return the bytes of each."""
         return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
 
+    async def pixel_sums(self, images: Sequence[str]) -> list[list[str]]:
+        """Return hashes of what each rank sees of images."""
+        return await self._all("pixel_sums", images)
+
     async def export(self, folder: str) -> None:
         """Write the weights as Hugging Face safetensors; raise if some are not finite."""
         if names := sorted({name for found in await self._all("unsound") for name in found}):

@@ -59,6 +59,6 @@ def spec(config: Mapping[str, Any]) -> ModelSpec:
     if tied[0] != tied[1]:
         raise ValueError(refused("tie_word_embeddings", "one value", tied))
     shape = ModelShape.from_hf(text)
-    model = build_spec(shape, seq_len=shape.max_seq_len).model
+    model: Any = build_spec(shape, seq_len=shape.max_seq_len).model
     model.tok_embeddings = derive(model.tok_embeddings, ImageEmbedding.Config)
     return spec_of_blocks("idefics3", model, Idefics3Adapter)

@@ -379,6 +379,10 @@ class TitanModel:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def pixel_sums(self, images: Sequence[str]) -> list[str]:
+        """Return hashes of what this rank sees of images."""
+        return self._tower.files.sums(images)
+
     def checksum(self) -> int:
         self.reshard()
         total = 0

@@ -201,8 +201,9 @@ class Engine:
             self._drafts = needed_part("drafts", "generator.drafts")(settings, self._in_vllm, on_cpu=on_cpu)
             self._recorders.append(self._drafts)
             args |= self._drafts.args
-        self._images = needed_part("images of engines", "model.vision")(settings) if settings.images else None
-        if self._images is not None:
+        self._images: Any = None
+        if settings.images:
+            self._images = needed_part("images of engines", "model.vision")(settings, on_cpu=on_cpu)
             args |= self._images.args
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
@@ -456,6 +457,10 @@ class Engine:
         for slot in range(1, len(self.versions)):
             sums |= _sums((name, tensor) for name, tensor in self.params(slot).items() if name not in sums)
         return sums
+
+    def pixel_sums(self, images: Sequence[str]) -> list[str]:
+        """Return hashes of what this engine sees of images."""
+        return self._images.files.sums(images)
 
     def stats(self) -> EngineStats:
         return replace(self._stats, drafted=self._drafts.drafted if self._drafts else 0)

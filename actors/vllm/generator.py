@@ -172,6 +172,10 @@ class Generator(Actor):
         return self._engine.fingerprint()
 
     @concurrent_endpoint
+    async def pixel_sums(self, images: Sequence[str]) -> list[str]:
+        return self._engine.pixel_sums(images)
+
+    @concurrent_endpoint
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -89,9 +89,21 @@ def gemma_4_with_tower(text: dict[str, Any]) -> dict[str, Any]:
     return with_towers(text, vision_config=vision, audio_config=None, audio_token_id=998)
 
 
+def idefics3(**text: Any) -> dict[str, Any]:
+    """Return keys of a Llama with a vision tower. No sample has an image's token: tests/unit/ext/vision has images."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {
+        **{"text_config": {"model_type": "llama"} | SIZES | text, "image_token_id": 998, "scale_factor": 2},
+        **{"vision_config": vision | {"image_size": 8, "patch_size": 2}, "pad_token_id": 0},
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+    }
+
+
 BUILT: dict[str, Callable[[int, int], dict[str, Any]]] = {  # keys by seed and ranks
     "deepseek_v3": lambda seed, ranks: drawn_families.deepseek_v3(seed),
     "gemma4": lambda seed, ranks: gemma_4_with_tower(drawn_families.small_gemma4(seed, ranks=ranks)),
+    "idefics3": lambda seed, ranks: idefics3(**drawn("llama", seed, ranks=ranks)),
+    "smolvlm": lambda seed, ranks: idefics3(**drawn("llama", seed + 1, ranks=ranks)),
     "qwen3_5": lambda seed, ranks: qwen_3_5_with_tower(drawn_families.qwen3_5(seed, ranks=ranks)),
     "qwen3_5_text": lambda seed, ranks: drawn_families.qwen3_5(seed, ranks=ranks),
 }
@@ -222,6 +234,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (model_type, keys)
         gemma_4_with_tower(drawn_families.small_gemma4(3, ranks=2)),
     ),
     "Qwen3.5": ("qwen3_5_text", drawn_families.qwen3_5(1, ranks=2)),
+    "Idefics 3": ("idefics3", idefics3(head_dim=32, rope_parameters=LLAMA3)),
+    "SmolVLM": ("smolvlm", idefics3(tie_word_embeddings=True)),
     "Qwen3.5 with a tower": ("qwen3_5", qwen_3_5_with_tower(drawn_families.qwen3_5(2, ranks=2))),
 }
 SPEC_OF_USER = {"DeepSeek V3 without experts": "support.own_specs:mla"}

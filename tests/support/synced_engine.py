@@ -26,10 +26,10 @@ BLOCK_BYTES = 1 << 14
 class SyncedEngine:
     """An engine with the config.json of a folder, and the tensors that its next sync moves."""
 
-    def __init__(self, model_dir: Path, first: Path, dtype: str = "float32") -> None:
+    def __init__(self, model_dir: Path, first: Path, dtype: str = "float32", images: str = "") -> None:
         self.shape: ModelShape = shape_of_folder(str(model_dir), "folder")
         shape, room = self.shape, {"max_model_len": 128, "kv_cache_memory_mb": 32, "dtype": dtype}
-        self.engine = Engine(EngineSettings(model_dir=str(model_dir), shape=shape, **room))
+        self.engine = Engine(EngineSettings(model_dir=str(model_dir), shape=shape, images=images, **room))
         verify_complete(self.engine.info.shapes, self.engine.layout.shapes)
         self.weights: dict[str, Any] = {name: w.clone() for name, w in tensors_of(first, shape).items()}
         shards = [Shard(name, 0, len(w), 0, w[0].numel()) for name, w in self.weights.items()]
@@ -48,12 +48,16 @@ class SyncedEngine:
         await self._landing.write_weights(30)
         self.engine.set_version(version)
 
+    def take(self, folder: Path, version: int) -> None:
+        """Sync the tensors of a folder."""
+        for name, w in tensors_of(folder, self.shape).items():
+            self.weights[name].copy_(w)
+        asyncio.run(self._sync(version))
+
     def sampled(self, folders: Sequence[Path]) -> Iterator[list[Completion]]:
         """Sync the tensors of one folder after the other, and yield four samples by each."""
         for version, folder in enumerate(folders):
-            for name, w in tensors_of(folder, self.shape).items():
-                self.weights[name].copy_(w)
-            asyncio.run(self._sync(version))
+            self.take(folder, version)
             self.engine.add([Request("r", [1, 5, 6, 7], list(range(4)), Sampling(40, 1.0))])
             completions: list[Completion] = []
             while self.engine.busy:

@@ -33,11 +33,12 @@ class Continuation(NamedTuple):
 
     prompt: list[int]
     completion: Completion
+    images: tuple[str, ...] = ()
 
     @property
     def sample(self) -> Sample:
         new = self.completion.tokens
-        return Sample([*self.prompt, *new], [0] * len(self.prompt) + [1] * len(new))
+        return Sample([*self.prompt, *new], [0] * len(self.prompt) + [1] * len(new), images=self.images)
 
 
 def tolerance_of(config: Config) -> float:
@@ -49,18 +50,20 @@ def tolerance_of(config: Config) -> float:
 
 async def sample_continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
     """Let every replica continue a prompt of the task. It begins with EOS, as no other prompt does, so that no other
-    prompt finds it in the prefix cache: a resumed run must stay equal to one that was not interrupted."""
+    prompt finds it in the prefix cache: a resumed run must stay equal to one that was not interrupted. A prompt with
+    images is whole."""
     config, task, tokenizer = setup.config, setup.task, setup.tokenizer
     room = min(config.generator.max_model_len or config.training.seq_len, config.training.seq_len)
-    prompt = task.prompt((task.train or task.heldout)[0], 0, tokenizer).tokens
-    prompt = [tokenizer.eos, *prompt][: max(1, min(PROMPT_TOKENS, room - NEW_TOKENS))]
+    first = task.prompt((task.train or task.heldout)[0], 0, tokenizer)
+    most = len(first.tokens) + 1 if first.images else PROMPT_TOKENS
+    prompt = [tokenizer.eos, *first.tokens][: max(1, min(most, room - NEW_TOKENS))]
     temperature = config.rollout.temperature if config.algorithm.kind == "rl" else 1.0  # as in Learner.scores
     sampling = Sampling(max(1, min(NEW_TOKENS, room - len(prompt))), temperature)
 
     async def sample(replica: int) -> list[Continuation]:
         seeds = [derive(config.debug.seed, "engine proof", replica, k) % 2**31 for k in range(SAMPLES)]
-        completions = await generators.generate(Request(f"engine-proof-{replica}", prompt, seeds, sampling))
-        return [Continuation(prompt, completion) for completion in completions]
+        request = Request(f"engine-proof-{replica}", prompt, seeds, sampling, images=first.images)
+        return [Continuation(prompt, completion, first.images) for completion in await generators.generate(request)]
 
     by_replica = await asyncio.gather(*map(sample, range(replicas)))
     return [continuation for continuations in by_replica for continuation in continuations]

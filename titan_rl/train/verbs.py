@@ -33,7 +33,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.wire import parts
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Group, Judge, PhaseName, Sample
+from titan_rl.wire.types import IMAGES, Group, Judge, PhaseName, Sample
 from titan_rl.wire.user_functions import load
 
 ROLE_MEANS, OPPONENTS = "role_means", "opponents"  # in a saved state
@@ -104,11 +104,18 @@ class Verbs:
         if not generators.replicas:  # the only one was lost together with the trainers: its successor is asked
             await generators.settled()
         continuations = await engine_proof.sample_continuations(self.setup, generators, len(generators.replicas))
+        sight: Any = None
+        if self.config.model.vision != "none":
+            begin = parts.needed_part("proof of sight", "model.vision")
+            sight = begin(continuations[0], self.setup.folder / IMAGES)
+            await sight.ask_engines(generators)
         await self.meshes.turn_of_trainers()
         scores = await self.learner.scores([continuation.sample for continuation in continuations])
         gap = engine_proof.logprob_gap(continuations, scores, self.config)
-        self.engines_proven = True
         self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
+        if sight:
+            self.run.terminal.note(await sight.proven(self.meshes.trainers, self.learner.scores))
+        self.engines_proven = True
         if self.meshes.colocated:
             await self.sync(version)  # wakes the engines
 

@@ -49,6 +49,7 @@ PARTS = {
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",
     "prometheus": "ext.prometheus.scrape:scraped",
+    "proof of sight": "ext.vision.sight:Sight",
     "prompts after an opening": "ext.agents.conversation:read_after",
     "quantized rows": "ext.quantization.ranks.row_groups:RowGroups",
     "readers of trainers": "ext.relay.first_readers:first_readers",

@@ -43,15 +43,15 @@ def write_folder(
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     write_tokenizer(folder)
-    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     keys = ("pad_token_id", "bos_token_id", "eos_token_id")
-    ids = dict(zip(keys, map(tokens.token_to_id, built_in.SPECIAL[: len(keys)]), strict=True))
+    ids = {key: vocabulary[token] for key, token in zip(keys, built_in.SPECIAL[: len(keys)], strict=True)}
     text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **text, **ids, "tie_word_embeddings": tied}
     config = Idefics3Config(
         text_config=text,
         vision_config=dict(vision),
         scale_factor=SCALE,
-        image_token_id=tokens.token_to_id(IMAGE),
+        image_token_id=vocabulary[IMAGE],
         tie_word_embeddings=tied,
         **ids,
     )

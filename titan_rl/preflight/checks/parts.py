@@ -97,6 +97,7 @@ NEEDED: Sequence[tuple[str, str, Needs]] = (
     ("column kept", "rollout.top_p, top_k or min_p", lambda config: config.rollout.truncates),
     ("column routes", "algorithm.routing_replay", lambda config: config.algorithm.routing_replay),
     ("drafts", "generator.drafts", lambda config: config.generator.drafts != "none"),
+    ("images of trainers", "model.vision", lambda config: config.model.vision != "none"),
     ("kept batches", "record.batches", lambda config: config.record.batches > 0),
     ("links of trainers", "weight_sync.transport", crosses_hosts),
     ("losses of pairs", "algorithm.name", lambda c: c.algorithm.kind == "preference" or c.algorithm.online_pairs),
@@ -133,6 +134,7 @@ CHECKS: Sequence[tuple[str, Needs]] = (
 MODEL_CHECKS: Sequence[tuple[str, Needs]] = (
     ("ext.adapters.checks", adapts),
     ("ext.opponents.pool_checks", opposes),
+    ("ext.vision.checks", lambda config: config.model.vision != "none"),
     ("ext.drafts.checks", lambda config: config.generator.drafts != "none"),
 )
 """The same, of modules with `problems(config, shape, device)` and `warnings(config, shape, device)`."""

@@ -1,6 +1,7 @@
 """Gives an engine the pixels of a request's images. vLLM's own processor never sees an image or a text: the tokens are
 the trainer's, and so are the pixels."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from titan_rl.wire.types import Request
 class EngineImages:
     """The images of one engine's requests, and the tower that reads them: the folder's, which no sync writes."""
 
-    args = {
+    args: Mapping[str, Any] = {
         "language_model_only": False,
         "skip_tokenizer_init": False,  # vLLM's processor, by which it finds the most tokens of an image, needs one
         "skip_mm_profiling": True,
@@ -23,11 +24,11 @@ class EngineImages:
     }
     """Arguments of the engine."""
 
-    def __init__(self, settings: Any) -> None:
-        if settings.sleeps:
+    def __init__(self, settings: Any, *, on_cpu: bool) -> None:
+        if settings.sleeps and not on_cpu:
             raise ValueError("expected an engine that keeps its weights, as no sync writes a tower, found sleeps")
         self._folder, self._text = settings.model_dir, settings.shape.folder_tensors()
-        self._files, self._placeholders = ImageFiles(Path(settings.images), self._folder), placeholders_of(self._folder)
+        self.files, self._placeholders = ImageFiles(Path(settings.images), self._folder), placeholders_of(self._folder)
 
     def begin(self, llm: Any) -> set[str]:
         """Load the tower, and return the names of its parameters."""
@@ -45,7 +46,7 @@ class EngineImages:
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-        pixels = self._files.pixels(request.images)
+        pixels = self.files.pixels(request.images)
         places = self._placeholders.of_images(request.tokens, [each.tiles for each in pixels])
         ranges = list[PlaceholderRange]()
         for at in places:
@@ -53,7 +54,8 @@ class EngineImages:
             reads = torch.zeros(length, dtype=torch.bool).index_fill_(0, torch.from_numpy(at - first), True)
             ranges.append(PlaceholderRange(first, length, None if len(at) == length else reads))
         tiles = torch.tensor([each.tiles for each in pixels])
-        values, mask = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*(each[:2] for each in pixels)))
+        values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
+        mask = torch.from_numpy(np.concatenate([each.mask for each in pixels]))
         inputs: Any = {"pixel_values": values.to(self._dtype), "pixel_attention_mask": mask, "num_patches": tiles}
         by_tiles = MultiModalFieldConfig.flat_from_sizes("image", tiles)
         fields = {"pixel_values": by_tiles, "pixel_attention_mask": by_tiles}

@@ -1,6 +1,6 @@
 """A trainer's vision tower: transformers' own modules with the folder's weights, which stay as they are.
 
-    images of a microbatch's rows -> pixels -> tower, projection -> features -> in the places of placeholders
+images of a microbatch's rows -> pixels -> tower, projection -> features -> in the places of placeholders
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ class Tower:
         self, folder: str, directory: Path, text: Collection[str], *, device: torch.device, dtype: torch.dtype
     ) -> None:
         """`text`: names of the text model's tensors in the folder. `directory`: of the files of images."""
-        self._files, self._placeholders = ImageFiles(directory, folder), placeholders_of(folder)
+        self.files, self._placeholders = ImageFiles(directory, folder), placeholders_of(folder)
         self.model, self._device = frozen_tower(folder, text).to(device, dtype), device
         self._kept = KeptItems[Tensor]()
 
@@ -46,7 +46,7 @@ class Tower:
 
     @torch.no_grad()
     def _computed(self, hashes: Sequence[str]) -> list[Tensor]:
-        pixels = self._files.pixels(hashes)
+        pixels = self.files.pixels(hashes)
         values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
         mask = torch.from_numpy(np.concatenate([each.mask for each in pixels])).bool()
         found = list[Tensor]()

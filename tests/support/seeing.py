@@ -1,0 +1,91 @@
+"""A model that sees, on both sides: an engine that takes one version of its weights after the other, and trainers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.images import prompt_of
+from titan_rl.config.sections import Config, JobSection, ModelSection, ParallelismSection, TrainingSection
+from titan_rl.ext.vision import tiny_folder
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.types import IMAGES
+
+SEQ_LEN, NEW = 96, 10
+TEXT: dict[str, Any] = {  # a head has 32 numbers, which vLLM's CPU kernels take
+    **tiny_folder.TEXT,
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2},
+}
+Case = dict[str, Any]  # "tokens" of a prompt, its "images", an "answer", and its "logprobs"
+
+
+def cases(folder: Path, images: Sequence[str]) -> list[Case]:
+    """Return prompts with no image, one and two, some of which differ in their images only."""
+    one, other = images
+    return [
+        {"tokens": prompt_of(folder, ["how many?", *["more"] * len(names)]), "images": names}
+        for names in ([], [one], [other], [one, other], [other, one])
+    ]
+
+
+def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str, Any]:
+    """Return, for the weights of each folder, the answers of an engine; and hashes of the pixels that it saw."""
+    from support.synced_engine import SyncedEngine
+    from titan_rl.wire.types import Request, Sampling
+
+    synced, answers = SyncedEngine(folders[0], folders[0], images=str(run / IMAGES)), list[list[Case]]()
+    for version, folder in enumerate(folders):
+        synced.take(folder, version)
+        for i, each in enumerate(prompts):
+            images = tuple(each["images"])
+            synced.engine.add([Request(str(i), each["tokens"], [1, 2], Sampling(NEW), images=images)])
+        answers.append([])
+        while synced.engine.busy:
+            for done in synced.engine.step():
+                assert not done.refused
+                for found in done.completions:
+                    answers[-1].append(prompts[int(done.id)] | {"answer": found.tokens, "logprobs": found.logprobs})
+    names = sorted({name for each in prompts for name in each["images"]})
+    synced.engine.add([Request("blind", prompts[1]["tokens"], [1], Sampling(NEW), images=tuple(names))])
+    (refused,) = synced.engine.step()
+    return {"answers": answers, "pixels": synced.engine.pixel_sums(names), "refused": refused.refused}
+
+
+def config_of(run: Path, folder: Path, data: int, tensor: int) -> Config:
+    return Config(
+        job=JobSection(dump_folder=str(run)),
+        model=ModelSection(hf_assets_path=str(folder), vision="frozen"),
+        training=TrainingSection(seq_len=SEQ_LEN, local_batch_size=1),
+        parallelism=ParallelismSection(data_parallel_shard_degree=data, tensor_parallel_degree=tensor),
+    )
+
+
+def score(out: Path, run: str, folder: str, mesh: tuple[int, int], sequences: list[Case]) -> dict[str, Any]:
+    """Return a trainer's log-probs of answers, and hashes of the pixels that it saw; export its model."""
+    import torch.distributed as dist
+
+    from titan_rl.actors.titan.model import TitanModel
+    from titan_rl.batch.packing import pack, unpack
+    from titan_rl.wire.types import Sample
+
+    config = config_of(Path(run), Path(folder), *mesh)
+    model = TitanModel(config, shape_of(config.model), config.parallelism)
+    model.begin()
+    samples = [
+        Sample(
+            each["tokens"] + each["answer"],
+            [0] * len(each["tokens"]) + [1] * len(each["answer"]),
+            {},
+            len(each["tokens"]),
+            images=tuple(each["images"]),
+        )
+        for each in sequences
+    ]
+    batches = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=2, pad_id=0, share=True)
+    scored = unpack(batches, [[model.score(rows) for rows in batch.microbatches] for batch in batches], samples)
+    exported = Path(run, "export")
+    model.write(exported)
+    dist.barrier()
+    names = sorted({name for each in sequences for name in each["images"]})
+    logprobs = [row[len(each["tokens"]) :].tolist() for row, each in zip(scored, sequences, strict=True)]
+    return {"logprobs": logprobs, "pixels": model.pixel_sums(names)}

@@ -1,0 +1,61 @@
+"""What model.vision refuses before a process is spawned."""
+
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from titan_rl.ext.vision import tiny_folder
+from titan_rl.preflight.checks import problems
+from titan_rl.wire.gpus import Gpus
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder.write_folder(tmp_path_factory.mktemp("folders") / "model")
+
+
+def seeing(folder: Path, toml: str = "") -> str:
+    return f'[model]\nhf_assets_path = "{folder}"\nvision = "frozen"\n{toml}'
+
+
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ("", ""),
+        ("[generator]\nquantization = 'int8'", 'generator.quantization: expected "none", because it would round the'),
+        ("[generator]\ndrafts = 'siblings'", 'generator.drafts: expected "none", because a draft does not tell'),
+        ("[lora]\nrank = 8", "lora.rank: expected 0, because engines have adapters of text models only, found 8"),
+        (
+            "[parallelism]\ncontext_parallel_degree = 2",
+            "parallelism.context_parallel_degree: expected 1, as the places of images are in whole rows, found 2",
+        ),
+    ],
+)
+def test_features_that_do_not_know_images_are_refused(folder: Path, tmp_path: Path, toml: str, problem: str) -> None:
+    found = problems(config(tmp_path, seeing(folder, toml)))
+    assert len(found) == bool(problem)
+    assert all(each.startswith(problem) for each in found)
+
+
+def test_engines_on_gpus_keep_their_tower(folder: Path, tmp_path: Path) -> None:
+    toml = seeing(folder, '[placement]\nkind = "colocated"\nsleep = {}\n')
+    sleeping = [x for x in problems(config(tmp_path, toml.format("true")), gpus=Gpus(2)) if x.startswith("placement")]
+    assert sleeping == [
+        "placement.sleep: expected false, because an engine that sleeps loses its tower, which no sync writes, "
+        "found true"
+    ]
+    assert not [x for x in problems(config(tmp_path, toml.format("false")), gpus=Gpus(2)) if x.startswith("placement")]
+
+
+def test_a_folder_must_be_able_to_see(folder: Path, tmp_path: Path) -> None:
+    (only_text,) = problems(config(tmp_path, '[model]\nvision = "frozen"'))
+    expected = '"none", because only folders of idefics3 and smolvlm can see here'
+    assert only_text == f'model.vision: expected {expected}, found "frozen"'
+    processor = folder / "preprocessor_config.json"
+    kept = processor.read_text()
+    processor.unlink()
+    assert problems(config(tmp_path, seeing(folder))) == [
+        f"model.vision: expected a {processor.name} in {folder}, found none"
+    ]
+    processor.write_text(kept)
