@@ -1,5 +1,6 @@
 """The trainer's log-probs after images are transformers'."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,13 +28,24 @@ TRAINING = TrainingSection(seq_len=SEQ_LEN, mixed_precision_param="float32")
 PACKED: dict[str, Any] = {"shards": 1, "seq_len": SEQ_LEN, "rows_per_microbatch": 1, "pad_id": 0}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_log_probs_gradients_and_export_are_transformers(tied: bool, tmp_path: Path) -> None:
+def as_smolvlm(folder: Path) -> None:
+    """Make an Idefics 3 a SmolVLM, whose tensors have the same names."""
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"] | {"model_type": "smolvlm_vision"}
+    changes = {"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"], "vision_config": vision}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(("model_type", "tied"), [("idefics3", False), ("smolvlm", True)])
+def test_log_probs_gradients_and_export_are_transformers(model_type: str, tied: bool, tmp_path: Path) -> None:
     """Of prompts with no image, one and two, some of which differ in their images only."""
     folder = tiny_folder.write_folder(tmp_path / "model", text=TEXT, tied=tied)
+    if model_type == "smolvlm":
+        as_smolvlm(folder)
     section = ModelSection(hf_assets_path=str(folder), vision="frozen")
     config = Config(job=JobSection(dump_folder=str(tmp_path)), model=section, training=TRAINING)
     shape = shape_of(section)
+    assert shape.family == model_type
     model, built = whole_model(shape, config), build_spec(shape, seq_len=SEQ_LEN)
     parameters = dict(model.model.named_parameters())
     read_shards(folder, parameters, hf_names(built, list(parameters)), shape.folder_rows())
