@@ -52,6 +52,7 @@ class Tokens:
     reference: torch.Tensor | None = None
     divergence: torch.Tensor | None = None  # from the teacher, with its gradient
     own_loss: Callable[..., Any] | None = None  # a user's, in the place of the surrogate (own_loss.py)
+    image: torch.Tensor | None = None  # above 0 in a sample with images
 
 
 def policy_loss(
@@ -103,7 +104,7 @@ def policy_loss(
         def count(tokens_T: torch.Tensor | None) -> torch.Tensor:
             return ratio_T.new_zeros(()) if tokens_T is None else (on_T & tokens_T).to(ratio_T.dtype).sum()
 
-        add_gaps(statistics, current_T, behaviour_T, on_T)
+        add_gaps(statistics, current_T, behaviour_T, on_T, tokens.image)
         statistics.tokens.update(
             {
                 "entropy": masked_sum(entropy_T, on_T),

@@ -44,12 +44,22 @@ def masked_min(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
     return -masked_max(-values_T, on_T)
 
 
-def add_gaps(to: Statistics, logprob_T: torch.Tensor, behaviour_T: torch.Tensor, on_T: torch.Tensor) -> None:
-    """Add how far the trainer's log-probs are from the sampling log-probs."""
+def add_gaps(
+    to: Statistics,
+    logprob_T: torch.Tensor,
+    behaviour_T: torch.Tensor,
+    on_T: torch.Tensor,
+    image_T: torch.Tensor | None = None,
+) -> None:
+    """Add how far the trainer's log-probs are from the sampling log-probs, and where a sample has images."""
     gap_T = (logprob_T.detach() - behaviour_T).abs()
     to.tokens["logprob_gap/mean"] = masked_sum(gap_T, on_T)
     to.tokens["logprob_gap/mult"] = masked_sum(gap_T.clamp(max=MAX_LOG_RATIO).exp(), on_T)
     to.maxima["logprob_gap/max"] = masked_max(gap_T, on_T)
+    if image_T is not None:
+        seen_T = on_T & (image_T > 0)
+        to.tokens["logprob_gap/image"] = masked_sum(gap_T, seen_T)
+        to.tokens["logprob_gap/image_share"] = seen_T.to(gap_T.dtype).sum()
 
 
 def histogram(values_T: torch.Tensor, on_T: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:

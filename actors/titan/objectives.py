@@ -58,6 +58,7 @@ class Objectives:
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
             divergence=next(iter(divergence), None),
             own_loss=batch.loss or loaded_loss(algorithm.loss),
+            image=rows.columns.get("image"),
         )
         return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm, entropy_coef))
 

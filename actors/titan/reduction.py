@@ -126,6 +126,8 @@ def replay_metrics(replay_3: torch.Tensor) -> dict[str, float]:
 def derived(metrics: dict[str, float]) -> dict[str, float]:
     """Replace moments by their quotients, which can only be taken once the moments are complete."""
     metrics = dict(metrics)
+    if share := metrics.pop("logprob_gap/image_share", 0.0):
+        metrics["logprob_gap/image"] /= share
     if "off_policy/weight_square" in metrics:
         square, mean = metrics.pop("off_policy/weight_square"), metrics["off_policy/weight_mean"]
         metrics["off_policy/ess"] = mean**2 / square if square > 0 else 0.0

@@ -70,11 +70,15 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     if algorithm.online_pairs and all(a is b for (_, a, *_), (_, b, *_) in zip(owned[::2], owned[1::2], strict=True)):
         mask[:] = 0  # no group has a pair
     spans, extras = zip((ends - lengths).tolist(), ends.tolist(), strict=True), extras_of([b for b, *_ in owned])
+    seen = any(images for *_, images in owned)
     return [
         Sample(
             tokens[begin:end],
             mask[begin:end],
-            {"behaviour": behaviour[begin:end]},
+            {
+                "behaviour": behaviour[begin:end],
+                **({"image": np.full(end - begin, bool(images), np.float32)} if seen else {}),
+            },
             len(branch.turns[0].context),
             sequence,
             recorded,

@@ -49,6 +49,9 @@ class TaskSection:
     demonstration_key: str = ""
     """Column of a conversation that solves the problem: cold_start and sft train on the assistant's messages, and show
     the others. Rows without one teach their answer, as all do if this is empty."""
+    images_key: str = ""
+    """Column of images, in the order in which the prompt reads them: a path, a data URL or bytes, or a list of these.
+    Chat messages may hold images themselves (docs/data.md)."""
     chosen_key: str = "chosen"
     """Column of the preferred answer (dpo, ipo, simpo, orpo, kto, reward_model)."""
     rejected_key: str = "rejected"

@@ -23,6 +23,7 @@ class DataSource:
     chosen_key: str = ""
     rejected_key: str = ""
     demonstration_key: str = ""
+    images_key: str = ""
     system_prompt: str = ""
     chat_template: str = ""
     chat_template_kwargs: Table = field(default_factory=dict, hash=False)

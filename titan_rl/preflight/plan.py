@@ -1,7 +1,7 @@
 """Plans a checked run: builds its task, tokenizer, shapes and resume decision before any process is spawned."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from titan_rl.record.lines import must_write
 from titan_rl.record.missing_records import RunRecords
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
-from titan_rl.tasks.examples import EndlessExamples, Example
+from titan_rl.tasks.examples import EndlessExamples, Example, RowImage
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.rubric import Rubric
@@ -28,9 +28,9 @@ from titan_rl.wire.checkpoint_sums import export_damage, identify
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
-from titan_rl.wire.parts import part
+from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.seeds import derive, shuffled
-from titan_rl.wire.types import Sampling
+from titan_rl.wire.types import IMAGES, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Setup:
     judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
+    images: tuple[RowImage, ...] = ()  # of all rows, each once
     policies: "Mapping[str, Setup]" = field(default_factory=dict)
     """Of a run of several policies: each, in the order of the engines' slots. The rest is then the meshes'."""
     adapters: AdapterCounts = ONE_POLICY
@@ -123,15 +124,17 @@ def prepare(
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
         return Problems(prompts, judge, policy.sampling, attempts=REWARD_ATTEMPTS, parallel=judges.parallel)
 
-    heldout = problems(task.heldout)
+    heldout, of_sets = problems(task.heldout), list[Example]()
 
     def problems_of(chosen: EvalSet) -> Problems:
-        base = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
-        own = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
+        own = fitting(config, chosen, task, tokenizer, dropped) if chosen.path else []
+        base = problems(own) if chosen.path else heldout
+        of_sets.extend(own)
+        by_set = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
         return replace(
             base,
             prompts=base.prompts[: chosen.size or None],
-            judge=judges.judge(own) if chosen.reward else base.judge,
+            judge=judges.judge(by_set) if chosen.reward else base.judge,
             name=chosen.name,
             samples=chosen.samples,
             temperature=chosen.temperature,
@@ -173,7 +176,12 @@ def prepare(
         judges=judges,
         dropped=tuple(dropped),
         resume_notes=tuple(notes),
+        images=_distinct([*([] if task.endless else task.train), *task.heldout, *of_sets]),
     )
+
+
+def _distinct(examples: Iterable[Example]) -> tuple[RowImage, ...]:
+    return tuple({image.hash: image for example in examples for image in example.images}.values())
 
 
 def settle(setup: Setup, lock: RunLock) -> Setup:
@@ -188,6 +196,8 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
     with must_write(folder):
         identify(folder)
+        if setup.images:
+            needed_part("images kept", "task.images_key")(setup.images, folder / IMAGES)
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)

@@ -38,6 +38,7 @@ DOCS: dict[str, str] = {
     "updates/skipped": "Optimizer updates skipped because their gradient was not finite.",
     "entropy": "Mean entropy of the policy over trained tokens, in nats.",
     "logprob_gap/mean": "Mean |trainer log-prob - sampling log-prob| over trained tokens.",
+    "logprob_gap/image": "The mean over trained tokens of samples with images, in a step that has any.",
     "logprob_gap/max": "Largest |trainer log-prob - sampling log-prob|.",
     "logprob_gap/mult": "Mean exp(|gap|): 1 is exact, investigate above 1.05.",
     "ratio/mean": "Mean importance ratio.",

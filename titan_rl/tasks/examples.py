@@ -7,11 +7,11 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_rl.config.data_sources import DataSource
 from titan_rl.tasks.announced import announced
@@ -25,6 +25,16 @@ from titan_rl.wire.types import Demonstration
 GYM = "reasoning_gym"
 MOST_NAMED = 20
 """Bad rows of a source that are named; the others are counted."""
+
+
+class RowImage(NamedTuple):
+    """An image of a row."""
+
+    hash: str  # SHA-256 of its file
+    width: int
+    height: int
+    nbytes: int
+    source: Path | bytes  # its file, or what is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class Example:
     where: str = ""  # file:line
     source: str = ""  # name in [task.sources]
     demonstration: Demonstration = ()
+    images: tuple[RowImage, ...] = ()  # in the order in which the prompt reads them
 
 
 class EndlessExamples(Sequence[Example]):
@@ -142,9 +153,14 @@ def _example(row: dict[str, Any], where: str, source: DataSource, keys: RowKeys)
             raise ValueError(f"expected {expected}, found {_short(prompt)}")
         for number, message in enumerate(prompt, 1):
             _check_message(message, f"message {number} of {keys.columns[0]!r}")
+    images: tuple[RowImage, ...] = ()
+    if source.images_key or _shows_images(prompt):
+        read_images = needed_part("images of rows", f"{source.section}.images_key")
+        row, prompt, images = read_images(row, prompt, keys.columns[0], source.images_key, where)
     answer, *rejected = (_answer_text(value, column) for value, column in zip(answers, keys.columns[1:], strict=True))
     demonstration = _demonstration(row, source.demonstration_key) if source.demonstration_key else ()
-    return Example(prompt, answer, row, *rejected, where=where, source=source.name, demonstration=demonstration)
+    example = Example(prompt, answer, row, *rejected, where=where, source=source.name, demonstration=demonstration)
+    return replace(example, images=images) if images else example
 
 
 def _demonstration(row: dict[str, Any], column: str) -> Demonstration:
@@ -198,6 +214,12 @@ def _check_message(message: Message, what: str) -> None:
     calls = content is None and message.get("tool_calls")
     if not (isinstance(content, str | list) or calls):
         raise ValueError(f"{what}: expected a string as content, found {_short(content)}")
+
+
+def _shows_images(prompt: str | list[Message]) -> bool:
+    """Return True if a message has parts that are no text."""
+    contents = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m["content"], list)]
+    return any(isinstance(part, dict) and part.get("type") != "text" for content in contents for part in content)
 
 
 def _short(value: Any) -> str:

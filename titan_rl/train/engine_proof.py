@@ -25,6 +25,7 @@ QUANTIZED = {"none": 0.0, "int8": 0.2, "fp8": 0.5}
 """The same by generator.quantization."""
 REMEDY = "If this is rounding, raise weight_sync.gap_tolerance."
 PROMPT_TOKENS = 64  # at most
+MOST_READ = 64  # rows among which the shortest prompt with images is looked for
 SAMPLES, NEW_TOKENS = 4, 8  # per replica; per sample. Short, because a step of an engine has a fixed cost
 
 
@@ -51,12 +52,13 @@ def tolerance_of(config: Config) -> float:
 async def sample_continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
     """Let every replica continue a prompt of the task. It begins with EOS, as no other prompt does, so that no other
     prompt finds it in the prefix cache: a resumed run must stay equal to one that was not interrupted. A prompt with
-    images is whole."""
+    images is whole, and a short one, if any of the first rows has some."""
     config, task, tokenizer = setup.config, setup.task, setup.tokenizer
     room = min(config.generator.max_model_len or config.training.seq_len, config.training.seq_len)
-    first = task.prompt((task.train or task.heldout)[0], 0, tokenizer)
-    most = len(first.tokens) + 1 if first.images else PROMPT_TOKENS
-    prompt = [tokenizer.eos, *first.tokens][: max(1, min(most, room - NEW_TOKENS))]
+    examples = [example for example in task.known[:MOST_READ] if example.images] or (task.train or task.heldout)[:1]
+    first = min((task.prompt(e, 0, tokenizer) for e in examples), key=lambda prompt: len(prompt.tokens))
+    most = len(first.tokens) + 1 if first.images else min(PROMPT_TOKENS, room - NEW_TOKENS)
+    prompt = [tokenizer.eos, *first.tokens][: max(1, most)]
     temperature = config.rollout.temperature if config.algorithm.kind == "rl" else 1.0  # as in Learner.scores
     sampling = Sampling(max(1, min(NEW_TOKENS, room - len(prompt))), temperature)
 

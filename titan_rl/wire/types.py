@@ -30,6 +30,7 @@ Column = Literal[
     "teacher",  # log-prob under the teacher
     "kl",  # KTO's estimate of the KL to the reference, one for all tokens of a step
     "score_norm",  # squared norm of the log-prob's gradient to the logits, before the step's first update
+    "image",  # 1 in a sample with images, in a step that has any
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",

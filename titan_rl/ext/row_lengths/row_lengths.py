@@ -83,7 +83,7 @@ def lengths(examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *
         ]
 
     def prompts(chunk: Sequence[Example]) -> list[int | str]:
-        if task.template == "plain":
+        if task.template == "plain" and not any(example.images for example in chunk):
             return list(tokens([str(example.prompt) for example in chunk], special=True))
         return _chat_lengths(chunk, task, tokenizer, longest)
 
@@ -108,7 +108,8 @@ def cached_lengths(
     templates = own_template(tokenizer.folder, tokenizer.settings)
     sources = (*templates, tokenizer.chat_settings.template, *(part.template for part in task.parts))
     dated = any("strftime_now" in source for source in sources)  # tomorrow's prompts may have other lengths
-    if len(examples) < CACHED_ROWS or task.game or (dated and task.template == "chat"):
+    seen = any(example.images for example in examples)  # whose tokens are the processor's
+    if len(examples) < CACHED_ROWS or task.game or seen or (dated and task.template == "chat"):
         yield from measured
         return
 
@@ -146,6 +147,8 @@ def _chat_lengths(chunk: Sequence[Example], task: Task, tokenizer: TextTokenizer
         try:
             if (characters := len(str(example.prompt))) > longest:
                 found[i] = characters // tokenizer.longest_token
+            elif example.images or task.template == "plain":
+                found[i] = len(task.read(example, tokenizer))
             else:
                 rendered.setdefault(task.reader(example, tokenizer), {})[i] = task.rendered(example, tokenizer)
         except Exception as error:

@@ -36,7 +36,7 @@ from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.parts import needed_part, part
-from titan_rl.wire.types import ENTRY
+from titan_rl.wire.types import ENTRY, IMAGES
 from titan_rl.wire.weight_source import FORCES_LINKS
 
 BYTES_PER_KEPT_TOKEN = 4 + 1 + 4 * 4
@@ -56,6 +56,9 @@ def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> R
     )
     model += f"from {config.model.hf_assets_path}" if config.model.hf_assets_path else "random weights"
     facts = [("model", model), ("task", task(setup))]
+    if setup.images:
+        nbytes = sum(image.nbytes for image in setup.images)
+        facts.append(("images", f"{len(setup.images):,} of {size(nbytes)}, copied to {setup.folder / IMAGES}"))
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
     if lora := added_parameters(config.lora, shape).described(config):
