@@ -159,6 +159,7 @@ def metrics_of(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 def _problem(prompt: Prompt) -> dict[str, Any]:
     """Return a problem as it is stored. A chat has its messages; else its text is what the policy read."""
     found = {"problem": prompt.id, "where": prompt.where, "prompt": _clipped(prompt.text), "answer": prompt.answer}
+    found |= {"images": [*prompt.images]} if prompt.images else {}
     return found | ({"messages": _messages(prompt.messages)} if prompt.messages else {})
 
 

@@ -91,8 +91,9 @@ class Ledger(SelfClosing):
         unfinished = frozenset(open)
         self._before = Counter(prompt for prompt in admitted if prompt >= next or prompt in unfinished)
 
-    def admitted(self, prompt: int, turn: int) -> None:
-        self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt])
+    def admitted(self, prompt: int, turn: int, images: Sequence[str] = ()) -> None:
+        more = {"images": [*images]} if images else {}
+        self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt], **more)
 
     def turn(
         self,

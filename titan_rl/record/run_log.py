@@ -241,6 +241,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 "sample": sample_index,
                 "prompt": group.prompt.text,
                 "answer": group.prompt.answer,
+                **({"images": [*group.prompt.images]} if group.prompt.images else {}),
                 "text": rollout.text,
                 "finish": rollout.finish,
                 "reward": rollout.reward,

@@ -169,7 +169,7 @@ class RolloutStream:
         if note := self._prompts.take_note():
             self._settings.warn(note)
         self._issued = prompt.id + 1
-        self._ledger.admitted(prompt.id, turn)
+        self._ledger.admitted(prompt.id, turn, prompt.images)
         sampling = asyncio.create_task(self._sampler.sample(prompt))
         sampling.add_done_callback(self._note_end)
         self._inflight[prompt.id] = InFlight(sampling, prompt.id, turn, before)

@@ -59,6 +59,7 @@ class ChatRenderer:
         for role in {message["role"] for message in messages} - ROLES:
             if any(role in token for token in self.outside.control):  # templates write '<|' + role + '|>'
                 raise ValueError(f"expected a role among {', '.join(sorted(ROLES))}, found {role!r}")
+        readable = [_in_parts(message) for message in readable] if self._reads_parts else readable
         return self.template.render(self.outside.masked(readable), self.outside.masked(tools), opened=opened)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -140,6 +141,18 @@ class ChatRenderer:
             if any(c["function"] == {"name": self._mark, "arguments": '{"a": 1}'} for c in calls):
                 return form
         return "text"
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Return True if the template writes a text only as a part of a list, like those of models that read images."""
+
+        def written(content: Any) -> bool:
+            try:
+                return self._probe in self.template.render([{"role": "user", "content": content}], opened=True)
+            except Exception:  # a template may raise anything
+                return False
+
+        return not written(self._probe) and written([{"type": "text", "text": self._probe}])
 
     def _after_dummy(
         self, messages: Sequence[Message], tools: Tools = None, names: Mapping[str, str] = MappingProxyType({})
@@ -226,6 +239,11 @@ def _readable(message: Message, thinking_key: str = "") -> Message:
     if calls and content is None:  # as OpenAI's clients send it; templates would write "None"
         message = {**message, "content": ""}
     return {**message, "tool_calls": [_with_table(call) for call in calls]} if calls else message
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_thinking(message: Message) -> Message:

@@ -28,7 +28,7 @@ class PromptCursor:
         before = self._prompts.state_dict()
         prompt = self._prompts.next()
         self._issued, self._open[prompt.id] = prompt.id + 1, before
-        self.ledger.admitted(prompt.id, step)
+        self.ledger.admitted(prompt.id, step, prompt.images)
         return prompt
 
     def sampled(self, group: Group) -> None:

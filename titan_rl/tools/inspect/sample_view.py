@@ -17,6 +17,7 @@ from titan_rl.record.terminal import visible
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.tools.inspect.samples import RunSample, first_turn
 from titan_rl.tools.inspect.token_view import conversation_tokens, printed
+from titan_rl.wire.types import IMAGES
 
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "prompt": "cyan", "assistant": "green"}
 OTHERS = {"tool": "yellow", "ipython": "yellow", "function": "yellow", "model": "green"}
@@ -208,6 +209,8 @@ def header(sample: RunSample, width: int) -> Iterator[Text]:
     if sample.truncated:
         line.highlight_words([ending(sample)], "yellow")
     yield from wrapped(line, width)
+    for name in sample.images:
+        yield from wrapped(Text(f"image {IMAGES}/{printed(str(name))}"), width)
     if sample.answer:
         yield from wrapped(Text(f"expected {visible(sample.answer, 400)}"), width)
     if sample.error:

@@ -22,7 +22,7 @@ from titan_rl.record.run_names import ANSWERS, ROLLOUTS
 STEP = re.compile(rb'\{"kind": ?"\w+", ?"step": ?(\d+), ?(?:"prompt_id": ?(\d+))?')
 NUMBERS = frozenset((int, float, type(None)))
 OPTIONAL: Mapping[str, type] = {
-    **dict.fromkeys(("turns", "messages"), list),
+    **dict.fromkeys(("turns", "messages", "images"), list),
     **dict.fromkeys(("rewards", "metrics", "seats", "opponents"), dict),
     **dict.fromkeys(("status", "error", "where"), str),
     "attempts": int,
@@ -63,6 +63,7 @@ class RunSample:
     opening: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, if they are known
     seats: Mapping[str, float | None] = field(default_factory=dict)  # reward of each player; None: not trained on
     opponents: Mapping[str, str] = field(default_factory=dict)  # who plays in place of the policy, by seat
+    images: Sequence[str] = ()  # names in RUN/images
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> "RunSample":
@@ -94,7 +95,7 @@ class RunSample:
     def _of_answer(
         cls, line: Mapping[str, Any], group: int, problem: Mapping[str, Any], answer: Mapping[str, Any]
     ) -> "RunSample":
-        rest = _optional({**answer, "where": problem.get("where")})
+        rest = _optional({**answer, "where": problem.get("where"), "images": problem.get("images")})
         return cls(
             step=_typed(line["step"], int),
             prompt_id=_typed(problem["problem"], int),

@@ -355,6 +355,7 @@ function groupView(run, group, settings) {
   return el("section", {}, el("h3", {}, `${group.set ? group.set + " at " : ""}step ${group.step}, ${group.set ? "problem" : "prompt"} ${group.id}`),
     again.length ? el("p", {}, el("span", { class: "dim" }, "the same prompt: "), again) : null,
     el("details", { open: group.prompt.length < 1500 }, el("summary", {}, `prompt (${group.prompt.length.toLocaleString("en")} characters)`), el("div", { class: "text read" }, marked(group.prompt, settings.q))),
+    group.images.map((name) => run.images[name] ? el("img", { src: run.images[name], alt: name, title: name, class: "seen" }) : el("p", { class: "dim" }, `image ${name}`)),
     el("p", {}, el("span", { class: "dim" }, "expected answer: "), el("code", {}, group.answer || "–")), key(settings.colour || "mask"),
     el("div", { class: "side" }, group.samples.map((sample) => sampleView(sample, group, settings))));
 }

@@ -10,7 +10,9 @@ the part that the page has.
 
 import json
 import math
+import re
 import zlib
+from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +33,7 @@ from titan_rl.tools.inspect.token_view import tokenizer_of
 from titan_rl.tools.view.token_pieces import Pieces
 from titan_rl.wire.counted import counted
 from titan_rl.wire.program import command_of
+from titan_rl.wire.types import IMAGES
 
 MOST_STEPS = 2000  # points of a curve
 MOST_PROMPTS = 2000  # lives
@@ -39,6 +42,7 @@ MOST_PROBLEMS = 200  # rows of it
 FEWEST_STEPS = 8  # with samples, if a budget allows only parts of steps
 MOST_CHARACTERS = 20_000  # in one text or message
 
+HASH = re.compile("[0-9a-f]{64}")
 Json = dict[str, Any]
 NO_GAPS: Mapping[tuple[int, ...], Sequence[float]] = {}
 
@@ -67,6 +71,7 @@ def run_data(folder: Path, *, sample_bytes: int) -> Json:
         "prompts": _prompts(history, left_out),
         "left_out": left_out,
     }
+    data["images"] = _images(folder, data["groups"], sample_bytes, left_out)
     data["events"].sort(key=lambda event: (event["step"], event.get("time") or 0.0))
     data["state"] = _state(data, config, files, lines)
     return data
@@ -293,6 +298,21 @@ def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Js
     return found
 
 
+def _images(folder: Path, groups: Sequence[Json], most_bytes: int, left_out: list[str]) -> Json:
+    """Return the images of these groups as data URLs, by name, within a number of bytes."""
+    names, found, size = {name for group in groups for name in group["images"]}, dict[str, str](), 0
+    for name in sorted(names):
+        path = folder / IMAGES / name
+        if not HASH.fullmatch(name) or not path.is_file() or size + path.stat().st_size > most_bytes:
+            continue
+        data = path.read_bytes()
+        size += len(data)
+        found[name] = f"data:image/png;base64,{b64encode(data).decode()}"  # browsers look at its bytes
+    if len(found) < len(names):
+        left_out.append(f"{len(found)} of {len(names)} images")
+    return found
+
+
 def _findings(folder: Path) -> list[Json]:
     """Return what titan_rl why names, the first suspect first."""
     found = DiagnosedRun.of(folder).diagnosis.findings
@@ -322,6 +342,7 @@ def _group(
         "set": first.set,
         "prompt": clipped(first.prompt),
         "answer": clipped(str(first.answer)),
+        "images": [str(name) for name in first.images],
         "samples": [_sample(sample, pieces, gaps.get(tuple(sample.tokens), ())) for sample in group],
     }
 
