@@ -297,9 +297,10 @@ class Engine:
             self._in_vllm[id] = open, i
             changed = {k: v for r in self._recorders for k, v in r.request_args(id, request.sampling).items()}
             params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), **changed)
-            prompt: Any = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
-            if request.images and self._images is not None:
-                prompt = self._images.prompt(request, [*request.tokens, *begun], salt)
+            tokens = [*request.tokens, *begun]
+            prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
+            if self._images is not None:
+                prompt = self._images.prompt(request, tokens, salt)
             self._llm.add_request(id, prompt, params, lora_request=adapter)
 
     def _drop(self, ids: Sequence[str]) -> None:

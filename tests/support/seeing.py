@@ -46,9 +46,12 @@ def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str,
                 for found in done.completions:
                     answers[-1].append(prompts[int(done.id)] | {"answer": found.tokens, "logprobs": found.logprobs})
     names = sorted({name for each in prompts for name in each["images"]})
-    synced.engine.add([Request("blind", prompts[1]["tokens"], [1], Sampling(NEW), images=tuple(names))])
-    (refused,) = synced.engine.step()
-    return {"answers": answers, "pixels": synced.engine.pixel_sums(names), "refused": refused.refused}
+    wrong = [
+        Request(str(images), prompts[1]["tokens"], [1], Sampling(NEW), images=images) for images in ((), (*names,))
+    ]
+    synced.engine.add(wrong)
+    refused = [done.refused for done in synced.engine.step()]
+    return {"answers": answers, "pixels": synced.engine.pixel_sums(names), "refused": refused}
 
 
 def config_of(run: Path, folder: Path, data: int, tensor: int) -> Config:

@@ -23,7 +23,7 @@ from titan_rl.preflight.shapes import role_shapes
 from titan_rl.preflight.snapshot_sizes import snapshot_sizes
 from titan_rl.wire.counted import counted
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
-from titan_rl.wire.parts import part
+from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
@@ -189,6 +189,7 @@ def trained(
     reduced = {"gradients": MemoryPart(changed * each, f"{own} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
+    state |= seeing(config, shape, trains=True)
     peak = {
         **reduced,
         "gradients before reduction": unreduced(config, shape, p, sharded),
@@ -212,7 +213,7 @@ def frozen(
     }
     weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} own parameters x {each}")
     kept = {} if t.enable_cpu_offload else {"weights": weights}
-    return Estimate(kept, peak, config.memory, p.world_size - 1)
+    return Estimate(kept | seeing(config, shape, trains=True), peak, config.memory, p.world_size - 1)
 
 
 def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Estimate:
@@ -227,6 +228,7 @@ def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Est
     token = cache_bytes_per_token(config, shape)
     kept = {
         "weights": engine_weights(config, shape),
+        **seeing(config, shape, trains=False),
         **(
             {"adapter slots": adapter_slots(config, shape, slots + config.opponent_slots)}
             if config.lora.in_vllm
@@ -237,6 +239,13 @@ def engine(config: Config, shape: ModelShape, cache: int, slots: int = 1) -> Est
     formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"
     peak = {"step": MemoryPart(batch * wide + g.max_num_seqs * logits, formula), **graphs}
     return Estimate(kept, peak, config.memory, tp - 1)
+
+
+def seeing(config: Config, shape: ModelShape, *, trains: bool) -> dict[str, MemoryPart]:
+    """Return what a vision tower takes, if the model has one in use."""
+    if config.model.vision == "none":
+        return {}
+    return needed_part("memory of towers", "model.vision")(config, shape, trains=trains)
 
 
 def asleep(config: Config) -> int:

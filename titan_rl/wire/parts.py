@@ -46,6 +46,7 @@ PARTS = {
     "losses of reward models": "ext.preference.ranks.objectives:reward",
     "openings of environments": "ext.agents.openings:openings",
     "models of seats": "ext.agents.seat_folders:setups_of_seats",
+    "memory of towers": "ext.vision.sizes:seeing",
     "notes of publications": "ext.broadcast.rosters:Rosters",
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
     "opponents": "ext.opponents.opponents:Opponents",

@@ -60,6 +60,8 @@ def test_log_probs_gradients_and_export_are_transformers(model_type: str, tied: 
         (batch,) = pack([sample], **PACKED)
         rows.append(replace(batch.microbatches[0], images=[images]))
         expected.append(transformers_logprobs(theirs, folder, tmp_path / IMAGES, tokens, answer, images))
+    with pytest.raises(ValueError, match="expected 0 runs of 16 placeholders for 0 images, found 1"):
+        model.score(replace(rows[1], images=()))
     scores = [model.score(each)[0] for each in rows]
     found = [scored[each.mask[0] > 0] for scored, each in zip(scores, rows, strict=True)]
     for ours, logprobs in zip(found, expected, strict=True):

@@ -1,12 +1,18 @@
 """What model.vision refuses before a process is spawned."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from support.checked_configs import config
+from titan_rl.config.auto import on_device
 from titan_rl.ext.vision import tiny_folder
+from titan_rl.preflight import memory
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.gpus import Gpus
 
 
@@ -59,3 +65,19 @@ def test_a_folder_must_be_able_to_see(folder: Path, tmp_path: Path) -> None:
         f"model.vision: expected a {processor.name} in {folder}, found none"
     ]
     processor.write_text(kept)
+
+
+def test_memory_counts_the_tower_and_the_features(folder: Path, tmp_path: Path) -> None:
+    """On every rank as a whole, in the dtype that it computes in."""
+    seen = on_device(config(tmp_path, seeing(folder, "[parallelism]\ntensor_parallel_degree = 2")), "cpu")
+    shape, blind = shape_of(seen.model), replace(seen, model=replace(seen.model, vision="none"))
+    tower = sum(w.nbytes for name, w in load_file(folder / "model.safetensors").items() if "text_model" not in name)
+    tower -= shape.vocab_size * shape.dim * 4  # the text model's head
+    for estimate, more in (
+        (partial(memory.trained, shape=shape, p=seen.parallelism), {"tower": tower, "features": 1 << 30}),
+        (partial(memory.frozen, shape=shape, p=seen.parallelism), {"tower": tower, "features": 1 << 30}),
+        (partial(memory.engine, shape=shape, cache=0), {"tower": tower}),
+    ):
+        found, without = estimate(seen).parts, estimate(blind).parts
+        assert {name: part.nbytes for name, part in found.items() if name not in without} == more
+        assert without.items() <= found.items()

@@ -42,12 +42,15 @@ class EngineImages:
         return names
 
     def prompt(self, request: Request, tokens: list[int], salt: str) -> dict[str, Any]:
-        """Return vLLM's processed prompt. `tokens`: the request's, and those of a begun sample."""
+        """Return vLLM's processed prompt. `tokens`: the request's, and those of a begun sample. Placeholders without an
+        image raise ValueError."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
         pixels = self.files.pixels(request.images)
         places = self._placeholders.of_images(request.tokens, [each.tiles for each in pixels])
+        if not places:
+            return {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
         ranges = list[PlaceholderRange]()
         for at in places:
             first, length = int(at[0]), int(at[-1] - at[0]) + 1

@@ -30,14 +30,15 @@ class Tower:
 
     def features(self, tokens_BL: np.ndarray, images: Sequence[Sequence[str]]) -> tuple[Tensor, Tensor] | None:
         """Return the places in the flattened rows that read features, [F], and the features, [F, D]; None if there are
-        none. `images`: the hashes of each row's images, in the order of their placeholders."""
-        if not any(images):
-            return None
-        features = [self._of_images(hashes) for hashes in images]
+        none. `images`: the hashes of each row's images, in the order of their placeholders; empty: no row has any.
+        Placeholders of an image that is not there raise ValueError."""
+        features = [self._of_images(hashes) for hashes in images or [()] * len(tokens_BL)]
         places = list[np.ndarray]()
         for row, (tokens, found) in enumerate(zip(tokens_BL, features, strict=True)):
             tiles = [len(each) // self._placeholders.run for each in found]
             places += [row * len(tokens) + at for at in self._placeholders.of_images(tokens, tiles)]
+        if not places:
+            return None
         every = torch.cat([each for found in features for each in found])
         return torch.from_numpy(np.concatenate(places)).to(self._device), every
 
