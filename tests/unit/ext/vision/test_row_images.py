@@ -13,11 +13,15 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from titan_rl.config.sections import TaskSection
+from titan_rl.config.sections import Config, TaskSection
 from titan_rl.ext.vision import row_images
 from titan_rl.ext.vision.kept_images import keep
+from titan_rl.record.run_log import RunLog
 from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.task import load_task
+from titan_rl.tools import look
+from titan_rl.tools.view.run_data import run_data
+from titan_rl.wire.types import IMAGES, Branch, Completion, Group, Prompt, Rollout, Turn
 
 
 def drawn(seed: int, size: tuple[int, int] = (8, 6), kind: str = "PNG", **more: Any) -> bytes:
@@ -202,3 +206,20 @@ def test_images_are_kept_by_their_hash_and_a_changed_file_is_refused(tmp_path: P
     (tmp_path / "a.png").write_bytes(B)
     with pytest.raises(ValueError, match="as it was checked, found other bytes"):
         keep(example.images, tmp_path / "others")
+
+
+def test_records_name_the_images_and_the_page_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep([row_images._opened(A)], tmp_path / IMAGES)
+    completion = Completion([8, 2], [-0.5, -0.5], [0, 0], "stop")
+    rollout = Rollout([Branch([Turn([1, 9], completion)])], "1", 1.0)
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        seen = Prompt(0, "how many", [1, 9], "1", images=(named(A), "../config.toml"))
+        log.step(
+            1, {"reward/mean": 1.0}, {}, [Group(seen, [rollout] * 2), Group(Prompt(1, "none", [1, 9], "1"), [rollout])]
+        )
+    assert look.main([str(tmp_path), "--prompt", "0"]) == 0
+    assert f"image {IMAGES}/{named(A)}" in capsys.readouterr().out
+    shown = run_data(tmp_path, sample_bytes=10**6)
+    assert [group["images"] for group in shown["groups"]] == [[named(A), "../config.toml"], []]
+    assert shown["images"] == {named(A): url(A)}, "no other file of the run"
+    assert any("1 of 2 images" in text for text in shown["left_out"])
