@@ -37,6 +37,7 @@ STORIES = {
     "Given answers and preferences": ("sft_llama", "dpo_llama", "reward_model_llama"),
     "Distillation": ("sdpo_smollm2",),
     "Asynchrony": ("grpo_llama_async",),
+    "Images": ("count_squares",),
     "Other algorithms": ("rloo_llama",),
 }
 """The configs that are files, each in one story."""

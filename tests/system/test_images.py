@@ -30,6 +30,7 @@ def test_a_run_reads_the_images_of_its_rows(runs: Runs, tmp_path: Path) -> None:
         "task__name": "jsonl",
         "task__path": tmp_path / "rows.jsonl",
         "task__eval_path": tmp_path / "rows.jsonl",
+        "task__images_key": "",
         "task__template": "chat",
         "task__chat_template": TEMPLATE,
         "model__hf_assets_path": folder,

@@ -202,10 +202,11 @@ def check_row_lengths(config: Config) -> Iterator[str]:
         return
     if config.environment.name and (begun := part("openings of environments")):
         task = replace(task, openings=begun(config, task, tokenizer).by_row)  # check_environment has its problem
-    shown = [example for example in (*task.known, *task.heldout) if example.images]
-    if shown and (refused := list(needed_part("checks of images", "task.images_key")(config, shown, tokenizer))):
-        yield from refused
-        return
+    if seen := [example for example in (*task.known, *task.heldout) if example.images]:
+        refused: list[str] = [*needed_part("checks of images", "task.images_key")(config, seen, tokenizer)]
+        if refused:
+            yield from refused
+            return
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
