@@ -21,7 +21,7 @@ from titan_rl.config.methods import advantage_of, function_of
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.side_columns import extras_of
-from titan_rl.wire.types import Group, Rollout, Sample
+from titan_rl.wire.types import Column, Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
 Weights = Mapping[str, float]  # by the name of a reward in Rollout.parts
@@ -70,15 +70,15 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     if algorithm.online_pairs and all(a is b for (_, a, *_), (_, b, *_) in zip(owned[::2], owned[1::2], strict=True)):
         mask[:] = 0  # no group has a pair
     spans, extras = zip((ends - lengths).tolist(), ends.tolist(), strict=True), extras_of([b for b, *_ in owned])
-    seen = any(images for *_, images in owned)
+    columns: dict[Column, np.ndarray] = {"behaviour": behaviour}
+    seen = [bool(images) for *_, images in owned]
+    if any(seen):
+        columns["image"] = np.repeat(seen, lengths)
     return [
         Sample(
             tokens[begin:end],
             mask[begin:end],
-            {
-                "behaviour": behaviour[begin:end],
-                **({"image": np.full(end - begin, bool(images), np.float32)} if seen else {}),
-            },
+            {name: column[begin:end] for name, column in columns.items()},
             len(branch.turns[0].context),
             sequence,
             recorded,

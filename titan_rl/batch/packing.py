@@ -323,9 +323,10 @@ def _images(
     if not any(sample.images for sample in samples):
         return []
     found: list[tuple[str, ...]] = [()] * slots
-    first = layout.start == 0
-    for sample, r in zip(layout.sample[first][order := np.argsort(offset[first])], row[first][order], strict=True):
-        found[r] += samples[sample].images
+    for segment in np.argsort(offset, kind="stable"):
+        if layout.start[segment] == 0:
+            images = samples[layout.sample[segment]].images
+            found[row[segment]] += images
     return found
 
 

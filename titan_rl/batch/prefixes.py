@@ -112,7 +112,9 @@ def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
 
 def _prompt(sample: Sample, prefix: int) -> bytes:
     """Return what the places of a prefix read: equal tokens may stand for different images."""
-    return np.asarray(sample.tokens[:prefix], np.int64).tobytes() + "".join(sample.images).encode()
+    tokens = np.asarray(sample.tokens[:prefix], np.int64)
+    images = "".join(sample.images)
+    return tokens.tobytes() + images.encode()
 
 
 def _prefixes(samples: Sequence[Sample]) -> list[int]:

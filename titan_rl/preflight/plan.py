@@ -181,7 +181,11 @@ def prepare(
 
 
 def _distinct(examples: Iterable[Example]) -> tuple[RowImage, ...]:
-    return tuple({image.hash: image for example in examples for image in example.images}.values())
+    found = dict[str, RowImage]()
+    for example in examples:
+        for image in example.images:
+            found.setdefault(image.hash, image)
+    return tuple(found.values())
 
 
 def settle(setup: Setup, lock: RunLock) -> Setup:

@@ -30,6 +30,12 @@ class ImageText(NamedTuple):
     tokens: dict[Size, list[int]]
 
 
+class PromptTokens(NamedTuple):
+    prompt: str | list[Message]  # as it is rendered
+    short: list[int]  # with one token for each image
+    expanded: list[int]  # as the model reads it
+
+
 _known: dict[str, ImageText] = {}  # by folder
 """A process asks about a folder's sizes once: the checks see the same rows as the run."""
 
@@ -46,64 +52,79 @@ def image_text(folder: Path, sizes: Iterable[Size]) -> ImageText:
     wrong = next((line["error"] for line in answer.lines if "error" in line), "")
     if wrong or answer.failed:
         expected = "a folder whose processor reads images, for the images of rows"
-        raise ValueError(f"model.hf_assets_path: expected {expected}, found {wrong or answer.ended} in {folder}")
+        found = wrong or answer.ended
+        raise ValueError(f"model.hf_assets_path: expected {expected}, found {found} in {folder}")
     first, *others = answer.lines
-    made = dict(zip(missing, (line["tokens"] for line in others), strict=True))
-    _known[str(folder)] = ImageText(first["token"], first["id"], {**before, **made})
-    return _known[str(folder)]
+    tokens = dict(before)
+    for size, line in zip(missing, others, strict=True):
+        tokens[size] = line["tokens"]
+    made = ImageText(first["token"], first["id"], tokens)
+    _known[str(folder)] = made
+    return made
 
 
 def write_tokens(question: tuple[str, Sequence[Size]], write: Callable[..., None]) -> None:
     """Write the token of an image, and then the tokens of an image of each size, in a process of its own."""
-    folder, sizes = question
     try:
-        from PIL import Image
-        from transformers import AutoProcessor
-
-        processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        token = getattr(processor, "image_token", None)
-        if not token or getattr(processor, "image_processor", None) is None:
-            write({"error": f"a {type(processor).__name__}"})
-            return
-        write({"token": token, "id": processor.tokenizer.convert_tokens_to_ids(token)})
-
-        def tokens(text: str, images: list[Any] | None = None) -> list[int]:
-            more = {"images": images} if images else {}
-            return list(processor(text=text, add_special_tokens=False, **more)["input_ids"][0])
-
-        for size in sizes:
-            blank = Image.new("RGB", size)
-            alone, beside = tokens(token, [blank]), tokens(f"{BESIDE}{token}{BESIDE}", [blank])
-            text = processor.tokenizer(BESIDE, add_special_tokens=False)["input_ids"]
-            if beside != [*text, *alone, *text]:
-                write({"error": "a tokenizer that joins an image's tokens with the text beside it"})
-                return
-            write({"tokens": alone})
+        _write_tokens(*question, write)
     except Exception as error:  # a folder may have any processor
         write({"error": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
+def _write_tokens(folder: str, sizes: Sequence[Size], write: Callable[..., None]) -> None:
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    token = getattr(processor, "image_token", None)
+    if not token or getattr(processor, "image_processor", None) is None:
+        write({"error": f"a {type(processor).__name__}"})
+        return
+    write({"token": token, "id": processor.tokenizer.convert_tokens_to_ids(token)})
+    text = processor.tokenizer(BESIDE, add_special_tokens=False)["input_ids"]
+    for size in sizes:
+        blank = [Image.new("RGB", size)]
+        written = processor(text=token, images=blank, add_special_tokens=False)
+        (alone,) = written["input_ids"]
+        written = processor(text=f"{BESIDE}{token}{BESIDE}", images=blank, add_special_tokens=False)
+        (beside,) = written["input_ids"]
+        if list(beside) != [*text, *alone, *text]:
+            write({"error": "a tokenizer that joins an image's tokens with the text beside it"})
+            return
+        write({"tokens": list(alone)})
+
+
 def read_prompt(
-    example: Example, reader: TextTokenizer, template: Literal["plain", "chat"], system: str
-) -> tuple[str | list[Message], list[int], list[int]]:
-    """Return the prompt as it is rendered, its tokens with one for each image, and its tokens as the model reads them.
-    Raise ValueError if there are not as many images in the text as in the row."""
-    text = image_text(reader.folder, [(image.width, image.height) for image in example.images])
-    prompt, count = example.prompt, len(example.images)
-    if isinstance(prompt, str) and template == "plain":
-        prompt = prompt if text.token in prompt else text.token * count + prompt
-    elif isinstance(prompt, str):
-        parts = [{"type": "image", "image": image.hash} for image in example.images]
-        prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
-    tokens = reader.prompt(prompt, template, system)
-    if tokens.count(text.id) != count:
-        found = f"{tokens.count(text.id)} in the rendered prompt"
-        raise ValueError(f"{example.where}: expected {count} {text.token}, one for each image, found {found}")
-    left, expanded = iter(example.images), list[int]()
-    for token in tokens:
+    example: Example,
+    reader: TextTokenizer,
+    template: Literal["plain", "chat"],
+    system: str,
+) -> PromptTokens:
+    """Return the tokens of a prompt with images. Raise ValueError if its text has not as many as its row."""
+    sizes = [(image.width, image.height) for image in example.images]
+    text = image_text(reader.folder, sizes)
+    prompt = _with_images(example, text.token, template)
+    short = reader.prompt(prompt, template, system)
+    found = short.count(text.id)
+    if found != len(sizes):
+        expected = f"{len(sizes)} {text.token}, one for each image"
+        raise ValueError(f"{example.where}: expected {expected}, found {found} in the rendered prompt")
+    left, expanded = iter(sizes), list[int]()
+    for token in short:
         if token == text.id:
-            image = next(left)
-            expanded += text.tokens[image.width, image.height]
+            expanded += text.tokens[next(left)]
         else:
             expanded.append(token)
-    return prompt, tokens, expanded
+    return PromptTokens(prompt, short, expanded)
+
+
+def _with_images(example: Example, token: str, template: str) -> str | list[Message]:
+    """Return the prompt, after the images of its row if it is a text that names none."""
+    prompt = example.prompt
+    if not isinstance(prompt, str):
+        return prompt
+    if template == "plain":
+        return prompt if token in prompt else token * len(example.images) + prompt
+    parts: list[Any] = [{"type": "image", "image": image.hash} for image in example.images]
+    parts.append({"type": "text", "text": prompt})
+    return [{"role": "user", "content": parts}]

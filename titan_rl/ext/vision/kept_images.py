@@ -15,8 +15,11 @@ def keep(images: Iterable[RowImage], folder: Path) -> None:
         path = folder / image.hash
         if path.exists():
             continue
-        data = image.source if isinstance(image.source, bytes) else image.source.read_bytes()
-        if (found := hashlib.sha256(data).hexdigest()) != image.hash:
+        data = image.source
+        if not isinstance(data, bytes):
+            data = data.read_bytes()
+        found = hashlib.sha256(data).hexdigest()
+        if found != image.hash:
             raise ValueError(f"expected {image.source} as it was checked, found other bytes, of SHA-256 {found}")
         half = folder / f".{image.hash}.{os.getpid()}"
         half.write_bytes(data)

@@ -7,7 +7,6 @@ order. Without such parts, the column's images come before the prompt's text.
 """
 
 import base64
-import binascii
 import hashlib
 import warnings
 from collections import deque
@@ -36,12 +35,12 @@ Read = tuple[dict[str, Any], str | list[Message], tuple[RowImage, ...]]
 
 def read_images(row: dict[str, Any], prompt: str | list[Message], column: str, images_key: str, where: str) -> Read:
     """Return the row, its prompt and its images, with hashes where the images were. `column`: the prompt's."""
+    folder, kept = _folder_of(where), list[RowImage]()
     given = _column(row, images_key) if images_key else []
-    folder = _folder_of(where)
-    kept = [_named(value, folder, f"image {k} of {images_key!r}") for k, value in enumerate(given, 1)]
-    if isinstance(prompt, str):
-        found = kept
-    else:
+    for number, value in enumerate(given, 1):
+        kept.append(_named(value, folder, f"image {number} of {images_key!r}"))
+    found = kept
+    if not isinstance(prompt, str):
         prompt, found = _in_messages(prompt, deque(kept), folder)
         if kept and len(found) < len(kept):
             raise ValueError(f"expected an image part for each image of {images_key!r}, found {len(kept)} images")
@@ -54,10 +53,13 @@ def read_images(row: dict[str, Any], prompt: str | list[Message], column: str, i
 def _column(row: dict[str, Any], key: str) -> list[Any]:
     value = cell(row, key)
     if value is ABSENT:
-        raise ValueError(f"expected the column task.images_key = {key!r}, found the columns {sorted(row)}")
+        columns = ", ".join(sorted(row))
+        raise ValueError(f"expected the column task.images_key = {key!r}, found {columns}")
     if value is None:
         return []
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _in_messages(
@@ -65,47 +67,70 @@ def _in_messages(
 ) -> tuple[list[Message], list[RowImage]]:
     """Return the messages with hashes, and all images in the order of their parts."""
     images, made = list[RowImage](), list[Message]()
-    bare = any(_is_image(part) and _value(part) is None for message in messages for part in _parts(message))
+    bare = any(_takes_next(part) for message in messages for part in _parts(message))
+
+    def shown(image: RowImage) -> dict[str, Any]:
+        images.append(image)
+        return {"type": "image", "image": image.hash}
+
     for number, message in enumerate(messages, 1):
-        parts, before = list[Any](), images
-        if unused and not bare and message["role"] == "user":  # the column's come first
-            before = [*images, *unused]
-            parts = [{"type": "image", "image": image.hash} for image in unused]
+        parts = list[dict[str, Any]]()
+        if not bare and message["role"] == "user":  # the column's come first
+            parts += map(shown, unused)
             unused.clear()
-        images = [*before]
         for place, part in enumerate(_parts(message), 1):
             name = f"part {place} of message {number}"
             if not _is_image(part):
-                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                    raise ValueError(f"{name}: expected a text or an image, found {part!r:.80}")
-                parts.append({"type": "text", "text": part["text"]})  # Arrow gives each part the keys of all others
-                continue
-            value = _value(part)
-            if value is None and not unused:
+                parts.append({"type": "text", "text": _text(part, name)})
+            elif not _takes_next(part):
+                parts.append(shown(_named(_value(part), folder, name)))
+            elif unused:
+                parts.append(shown(unused.popleft()))
+            else:
                 raise ValueError(f"{name}: expected an image, here or in a column (task.images_key), found none")
-            images.append(unused.popleft() if value is None else _named(value, folder, name))
-            parts.append({"type": "image", "image": images[-1].hash})
-        made.append({**message, "content": parts} if any(map(_is_image, parts)) else message)
+        seen = any(map(_is_image, parts))
+        made.append({**message, "content": parts} if seen else message)
     return made, images
+
+
+def _text(part: Any, name: str) -> str:
+    """Return the text of a part. Arrow gives each part the keys of all others."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ValueError(f"{name}: expected a text or an image, found {part!r:.80}")
 
 
 def _parts(message: Message) -> list[Any]:
     content = message["content"]
-    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in KINDS
 
 
+def _takes_next(part: Any) -> bool:
+    """Return True for an image part without an image, which takes the next of the column."""
+    return _is_image(part) and _value(part) is None
+
+
 def _value(part: Mapping[str, Any]) -> Any:
-    return next((part[name] for name in FIELDS if part.get(name) is not None), None)
+    for name in FIELDS:
+        if part.get(name) is not None:
+            return part[name]
+    return None
 
 
 def _folder_of(where: str) -> Path:
     """Return the folder that paths of a row begin in: its file's, or for a user's task the working directory."""
     file = Path(where.rpartition(":")[0])
-    return file.parent if file.is_file() else Path()
+    if file.is_file():
+        return file.parent
+    return Path()
 
 
 def _named(value: Any, folder: Path, name: str) -> RowImage:
@@ -140,12 +165,12 @@ def _image(value: Any, folder: Path) -> RowImage:
 
 def _of_data_url(url: str) -> bytes:
     head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise ValueError(f"expected a data URL in base64, found {head[:40]!r}")
     try:
-        if not head.endswith(";base64"):
-            raise ValueError("no ';base64'")
         return base64.b64decode(data, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise ValueError(f"expected a data URL in base64, found {error} in {head[:40]!r}") from error
+    except ValueError as error:  # binascii.Error too
+        raise ValueError(f"expected a data URL in base64, found {error}") from error
 
 
 @lru_cache(maxsize=2**16)  # the checks read the same files as the run, and rows may share one
@@ -165,11 +190,13 @@ def _opened(data: bytes, place: str = "") -> RowImage:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(BytesIO(data), formats=FORMATS) as image:
                 width, height = image.size
-                if width * height > MOST_PIXELS:
+                pixels = width * height
+                if pixels > MOST_PIXELS:
                     raise ValueError(f"expected at most {MOST_PIXELS:,} pixels, found {width} x {height}{place}")
                 if getattr(image, "is_animated", False):
                     raise ValueError(f"expected a still image, found an animated {image.format}{place}")
-                if image.getexif().get(ORIENTATION, 1) >= TURNED:
+                orientation = image.getexif().get(ORIENTATION, 1)
+                if orientation >= TURNED:
                     width, height = height, width
                 image.load()
     except Image.DecompressionBombError as error:
@@ -177,7 +204,8 @@ def _opened(data: bytes, place: str = "") -> RowImage:
     except (OSError, SyntaxError, EOFError, MemoryError) as error:  # Pillow's own are OSErrors
         kinds = ", ".join(FORMATS)
         raise ValueError(f"expected a whole {kinds} image, found {type(error).__name__}{place}") from error
-    return RowImage(hashlib.sha256(data).hexdigest(), width, height, len(data), data)
+    name = hashlib.sha256(data).hexdigest()
+    return RowImage(name, width, height, len(data), data)
 
 
 def _with_cell(row: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -185,4 +213,5 @@ def _with_cell(row: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     if key in row or "." not in key:
         return {**row, key: value}
     head, _, rest = key.partition(".")
-    return {**row, head: _with_cell(row[head], rest, value)}
+    inner = _with_cell(row[head], rest, value)
+    return {**row, head: inner}

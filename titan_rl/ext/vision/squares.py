@@ -2,17 +2,19 @@
 
     task.name = "titan_rl.ext.vision.squares:counted"
 
-`shuffled` has the same images in another order, so that they have nothing to do with the answers: whoever learns from
-it beyond guessing reads something else.
+`shuffled` gives the images to other rows. Then nothing about an answer can be seen, and no model learns to give it.
 """
 
 import random
 from io import BytesIO
 from typing import Any
 
-SIDE, CELLS = 56, 4
-"""Pixels and cells on each side of an image. A cell has one square, or none."""
+SIDE = 56  # pixels on each side of an image
+CELLS = 4  # on each side; a cell has one square, or none
+CELL = SIDE // CELLS
 LEAST, MOST = 1, 6  # squares
+SMALLEST = 8  # pixels on each side of a square
+DARKEST = 128  # color of a square; the background is black
 TRAINING = 2_000
 
 Rows = list[dict[str, Any]]
@@ -20,9 +22,11 @@ Rows = list[dict[str, Any]]
 
 def counted(seed: int, eval_size: int) -> tuple[Rows, Rows]:
     """Return rows to train on and to evaluate on."""
-    chance = random.Random(seed)
-    counts = [chance.randint(LEAST, MOST) for _ in range(TRAINING + eval_size)]
-    rows = [{"question": "squares?", "answer": str(count), "image": drawn(count, chance)} for count in counts]
+    chance, rows = random.Random(seed), Rows()
+    for _ in range(TRAINING + eval_size):
+        count = chance.randint(LEAST, MOST)
+        image = drawn(count, chance)
+        rows.append({"question": "squares?", "answer": str(count), "image": image})
     return rows[eval_size:], rows[:eval_size]
 
 
@@ -41,12 +45,15 @@ def drawn(count: int, chance: random.Random) -> bytes:
     """Return an image with this many squares, as PNG."""
     from PIL import Image, ImageDraw
 
-    image, cell = Image.new("RGB", (SIDE, SIDE)), SIDE // CELLS
+    image = Image.new("RGB", (SIDE, SIDE))
     draw = ImageDraw.Draw(image)
-    for place in chance.sample(range(CELLS**2), count):
-        side = chance.randint(8, cell - 2)
-        left, top = (cell * at + chance.randint(1, cell - side - 1) for at in (place % CELLS, place // CELLS))
-        color = tuple(chance.randint(128, 255) for _ in range(3))
+    for place in chance.sample(range(CELLS * CELLS), count):
+        row, column = divmod(place, CELLS)
+        side = chance.randint(SMALLEST, CELL - 2)
+        most = CELL - side - 1  # squares of neighbouring cells do not touch
+        left = column * CELL + chance.randint(1, most)
+        top = row * CELL + chance.randint(1, most)
+        color = tuple(chance.randint(DARKEST, 255) for _ in range(3))
         draw.rectangle((left, top, left + side - 1, top + side - 1), fill=color)
     file = BytesIO()
     image.save(file, "PNG")

@@ -300,14 +300,20 @@ def _answers(files: RunFiles, sample_bytes: int, left_out: list[str]) -> list[Js
 
 def _images(folder: Path, groups: Sequence[Json], most_bytes: int, left_out: list[str]) -> Json:
     """Return the images of these groups as data URLs, by name, within a number of bytes."""
-    names, found, size = {name for group in groups for name in group["images"]}, dict[str, str](), 0
+    names, found, size = set[str](), dict[str, str](), 0
+    for group in groups:
+        names.update(group["images"])
     for name in sorted(names):
         path = folder / IMAGES / name
-        if not HASH.fullmatch(name) or not path.is_file() or size + path.stat().st_size > most_bytes:
+        if not HASH.fullmatch(name):  # no other file of the run
             continue
-        data = path.read_bytes()
-        size += len(data)
-        found[name] = f"data:image/png;base64,{b64encode(data).decode()}"  # browsers look at its bytes
+        if not path.is_file():
+            continue
+        size += path.stat().st_size
+        if size > most_bytes:
+            break
+        data = b64encode(path.read_bytes()).decode()
+        found[name] = f"data:image/png;base64,{data}"  # browsers look at the bytes
     if len(found) < len(names):
         left_out.append(f"{len(found)} of {len(names)} images")
     return found
