@@ -338,3 +338,15 @@ def test_supervised_is_cross_entropy() -> None:
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 40)
     assert float(loss) == pytest.approx(float((want * at.tokens.mask * at.tokens.weight).sum()), rel=1e-9)
     assert float(statistics.sums["loss"]) == float(loss)
+
+
+def test_the_gap_on_images_is_the_mean_over_their_tokens() -> None:
+    at = case(3, proximal=False)
+    image = torch.zeros_like(at.tokens.mask)
+    image[..., ::2] = 1
+    _, statistics = policy_loss(at.logprob, at.entropy, replace(at.tokens, image=image), SURROGATES[0])
+    on = (at.tokens.mask > 0) & (image > 0)
+    share = float(statistics.tokens["logprob_gap/image_share"])
+    assert share == on.sum() > 0
+    gaps = (at.logprob - at.tokens.behaviour).abs()[on]
+    assert float(statistics.tokens["logprob_gap/image"]) / share == pytest.approx(float(gaps.mean()))
