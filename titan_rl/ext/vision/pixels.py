@@ -126,9 +126,12 @@ class Placeholders(NamedTuple):
 
     def begins(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return where runs begin. The policy may sample placeholders too: they are in no run of this very length."""
-        on = np.concatenate([[False], np.asarray(tokens) == self.token, [False]]).astype(np.int8)
+        found = np.asarray(tokens) == self.token
+        on = np.zeros(len(found) + 2, np.int8)
+        on[1:-1] = found
         steps = np.diff(on)
-        begins, ends = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+        begins = np.flatnonzero(steps == 1)
+        ends = np.flatnonzero(steps == -1)
         return begins[ends - begins == self.run]
 
     def of_images(self, tokens: Sequence[int] | np.ndarray, tiles: Sequence[int]) -> list[np.ndarray]:
@@ -137,8 +140,12 @@ class Placeholders(NamedTuple):
         if len(begins) != sum(tiles):
             expected = f"{sum(tiles)} runs of {self.run} placeholders for {len(tiles)} images"
             raise ValueError(f"expected {expected}, found {len(begins)}")
-        places = begins[:, None] + np.arange(self.run)
-        return [part.ravel() for part in np.split(places, np.cumsum(tiles)[:-1])] if tiles else []
+        places, first = list[np.ndarray](), 0
+        for count in tiles:
+            own = begins[first : first + count]
+            places.append((own[:, None] + np.arange(self.run)).ravel())
+            first += count
+        return places
 
 
 def placeholders_of(folder: str) -> Placeholders:

@@ -32,18 +32,20 @@ class Tower:
         """Return the places in the flattened rows that read features, [F], and the features, [F, D]; None if there are
         none. `images`: the hashes of each row's images, in the order of their placeholders; empty: no row has any.
         Placeholders of an image that is not there raise ValueError."""
-        features = [self._of_images(hashes) for hashes in images or [()] * len(tokens_BL)]
-        places = list[np.ndarray]()
-        for row, (tokens, found) in enumerate(zip(tokens_BL, features, strict=True)):
+        if not images:
+            images = [()] * len(tokens_BL)
+        places, features = list[np.ndarray](), list[Tensor]()
+        for row, tokens in enumerate(tokens_BL):
+            found = self._kept.take(images[row], self._computed)
             tiles = [len(each) // self._placeholders.run for each in found]
-            places += [row * len(tokens) + at for at in self._placeholders.of_images(tokens, tiles)]
+            begin = row * len(tokens)
+            for at in self._placeholders.of_images(tokens, tiles):
+                places.append(begin + at)
+            features += found
         if not places:
             return None
-        every = torch.cat([each for found in features for each in found])
-        return torch.from_numpy(np.concatenate(places)).to(self._device), every
-
-    def _of_images(self, hashes: Sequence[str]) -> list[Tensor]:
-        return self._kept.take(hashes, self._computed)
+        places_F = torch.from_numpy(np.concatenate(places))
+        return places_F.to(self._device), torch.cat(features)
 
     @torch.no_grad()
     def _computed(self, hashes: Sequence[str]) -> list[Tensor]:
@@ -51,14 +53,22 @@ class Tower:
         values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
         mask = torch.from_numpy(np.concatenate([each.mask for each in pixels])).bool()
         found = list[Tensor]()
-        for some, on in zip(values.split(TILES), mask.split(TILES), strict=True):
-            answer = self.model.get_image_features(some[None].to(self._device), on[None].to(self._device))
+        for begin in range(0, len(values), TILES):
+            some = slice(begin, begin + TILES)
+            answer = self.model.get_image_features(
+                values[some][None].to(self._device),
+                mask[some][None].to(self._device),
+            )
             found.append(answer.pooler_output)
         tiles_NRD = torch.cat(found)
-        if tiles_NRD.shape[:2] != (len(values), self._placeholders.run):
-            expected = f"{len(values)} tiles of {self._placeholders.run} features"
-            raise RuntimeError(f"expected {expected}, found {[*tiles_NRD.shape[:2]]}: the tower drops tiles of zeros")
-        return [part.flatten(0, 1).clone() for part in tiles_NRD.split([each.tiles for each in pixels])]
+        expected = len(values), self._placeholders.run
+        if tiles_NRD.shape[:2] != expected:
+            raise RuntimeError(
+                f"expected {expected} tiles and features, found {[*tiles_NRD.shape[:2]]}: "
+                "the tower drops tiles of zeros"
+            )
+        counts = [each.tiles for each in pixels]
+        return [part.flatten(0, 1).clone() for part in tiles_NRD.split(counts)]
 
 
 def frozen_tower(folder: str, text: Collection[str]) -> Any:
