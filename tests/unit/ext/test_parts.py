@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "curriculum": {"curriculum": {"solved_visits": 2}},
     "drafts": {"generator": {"drafts": "ngram"}},
     "kept batches": {"record": {"batches": 3}},
+    "images of trainers": {"model": {"vision": "frozen"}},
     "links of trainers": {"weight_sync": {"transport": "rdma"}},
     "losses of pairs": {"algorithm": {"name": "dpo"}},
     "column kept": {"rollout": {"top_p": 0.9}},
