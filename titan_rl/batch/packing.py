@@ -323,10 +323,10 @@ def _images(
     if not any(sample.images for sample in samples):
         return []
     found: list[tuple[str, ...]] = [()] * slots
-    for segment in np.argsort(offset, kind="stable"):
+    for segment in np.argsort(offset, kind="stable").tolist():
         if layout.start[segment] == 0:
             images = samples[layout.sample[segment]].images
-            found[row[segment]] += images
+            found[int(row[segment])] += images
     return found
 
 

@@ -45,7 +45,9 @@ def write_folder(
     write_tokenizer(folder)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     keys = ("pad_token_id", "bos_token_id", "eos_token_id")
-    ids = {key: vocabulary[token] for key, token in zip(keys, built_in.SPECIAL[: len(keys)], strict=True)}
+    ids: dict[str, Any] = {
+        key: vocabulary[token] for key, token in zip(keys, built_in.SPECIAL[: len(keys)], strict=True)
+    }
     text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **text, **ids, "tie_word_embeddings": tied}
     config = Idefics3Config(
         text_config=text,

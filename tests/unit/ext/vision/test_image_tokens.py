@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from titan_rl.tasks.examples import Example, RowImage
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
 
+Template = Literal["plain", "chat"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for p in m.content %}{% if p.type == 'image' %}<image>"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}</s>{% endfor %}"
@@ -63,7 +64,8 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
         images = [
             Image.open(BytesIO(each.source)) for each in example("", *sizes).images if isinstance(each.source, bytes)
         ]
-        for prompt, template in ((plain, "plain"), (chat, "chat")):
+        prompts: list[tuple[Any, Template]] = [(plain, "plain"), (chat, "chat")]
+        for prompt, template in prompts:
             _, tokens, expanded = read_prompt(example(prompt, *sizes), reader, template, "")
             text = reader.tokenizer.decode(tokens, skip_special_tokens=False)
             if template == "chat":  # what a message spells is no image
@@ -84,14 +86,17 @@ def test_images_of_a_column_come_before_a_text(folder: Path) -> None:
     assert prompt == "<image><image>12"
     assert expanded == [*reader.opening, *small, *small, *reader.encode("12")]
     assert len(tokens) == len(reader.opening) + 4
-    prompt, *_ = read_prompt(example("12", SIZES[0]), reader, "chat", "")
-    assert prompt[0]["content"][0]["type"] == "image"
-    assert prompt[0]["content"][1] == {"type": "text", "text": "12"}
+    (message,), *_ = read_prompt(example("12", SIZES[0]), reader, "chat", "")
+    assert isinstance(message, dict)
+    image, text = message["content"]
+    assert image["type"] == "image"
+    assert text == {"type": "text", "text": "12"}
 
 
 def test_other_numbers_of_images_and_placeholders_are_refused_with_the_row(folder: Path) -> None:
     reader = TextTokenizer.load(folder, ChatSettings("{{ messages[0].content[-1].text }}"))
-    for prompt, template, found in (("<image>1", "plain", 1), ("1", "chat", 0)):
+    cases: list[tuple[str, Template, int]] = [("<image>1", "plain", 1), ("1", "chat", 0)]
+    for prompt, template, found in cases:
         match = f"rows.jsonl:3: expected 2 <image>, one for each image, found {found} in the rendered prompt"
         with pytest.raises(ValueError, match=match):
             read_prompt(example(prompt, SIZES[0], SIZES[0]), reader, template, "")
