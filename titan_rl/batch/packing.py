@@ -325,7 +325,7 @@ def _images(
     found: list[tuple[str, ...]] = [()] * slots
     for segment in np.argsort(offset, kind="stable").tolist():
         if layout.start[segment] == 0:
-            images = samples[layout.sample[segment]].images
+            images = samples[int(layout.sample[segment])].images
             found[int(row[segment])] += images
     return found
 
