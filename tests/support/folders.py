@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.sections import Config, ModelSection
+from titan_rl.ext.vision import tiny_folder
 from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
@@ -33,6 +34,9 @@ def write_header(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str 
 
 def write_models(config: Config) -> None:
     """The folders that a config takes its policy and its roles from, all of one shape."""
+    if config.model.vision == "frozen":
+        tiny_folder.write_folder(Path(config.model.hf_assets_path))
+        return
     if config.model.hf_assets_path:
         write_hf(Path(config.model.hf_assets_path), shape_of(ModelSection(name=config.model.name)))
     shape = shape_of(config.model)

@@ -38,7 +38,6 @@ DOCS: dict[str, str] = {
     "updates/skipped": "Optimizer updates skipped because their gradient was not finite.",
     "entropy": "Mean entropy of the policy over trained tokens, in nats.",
     "logprob_gap/mean": "Mean |trainer log-prob - sampling log-prob| over trained tokens.",
-    "logprob_gap/image": "The mean over trained tokens of samples with images, in a step that has any.",
     "logprob_gap/max": "Largest |trainer log-prob - sampling log-prob|.",
     "logprob_gap/mult": "Mean exp(|gap|): 1 is exact, investigate above 1.05.",
     "ratio/mean": "Mean importance ratio.",
@@ -81,6 +80,7 @@ DOCS: dict[str, str] = {
     "sync/pause_seconds": "Seconds that the slowest engine stopped sampling to switch to the new weights.",
     # Only some steps or some algorithms log the metrics from here on.
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples, or share of pairs a reward model orders rightly.",
+    "logprob_gap/image": "logprob_gap/mean over samples with images, in a step that has any.",
     "eval/low": "Lower end of the 95% interval of eval/score, over problems.",
     "eval/high": "Upper end of the 95% interval of eval/score.",
     "eval/failed": "Held-out answers that have no reward and count as 0 in eval/score.",

@@ -58,7 +58,8 @@ def refused(world: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., No
         assert message in err
         assert "Traceback" not in err
         assert "input that can be checked" not in err, "no check foresaw it"
-        assert all(line.startswith(("titan_rl: ", "  ", "shipped configs:", "planned, ")) for line in err.splitlines())
+        begins = ("titan_rl: ", "  ", "shipped configs:", "variants of them ", "planned, ")
+        assert all(line.startswith(begins) for line in err.splitlines())
         assert sorted(path for path in world.rglob("*") if "__pycache__" not in path.parts) == before
 
     return refused

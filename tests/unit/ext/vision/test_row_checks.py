@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.config.sections import AlgorithmSection, Config, EnvironmentSection, ModelSection, RecordSection
+from titan_rl.config.presets import preset
+from titan_rl.config.sections import Config, EnvironmentSection, ModelSection, RecordSection
 from titan_rl.ext.vision import image_tokens
 from titan_rl.ext.vision.image_tokens import ImageText
 from titan_rl.ext.vision.row_checks import image_problems
@@ -39,11 +40,11 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextTokenizer:
             "record.batches: expected a run without kept",
         ),
         (
-            replace(SEEING, algorithm=AlgorithmSection(name="dpo")),
+            replace(SEEING, algorithm=preset("dpo")),
             "algorithm.name: expected a run that reads",
         ),
         (
-            replace(SEEING, algorithm=AlgorithmSection(name="ppo", advantage="gae")),
+            replace(SEEING, algorithm=preset("ppo")),
             "critic: expected none for the",
         ),
     ],
