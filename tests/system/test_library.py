@@ -250,7 +250,7 @@ def test_nothing_is_left_of_a_loop_that_ends_while_samples_are_in_flight(how: st
     children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     if how == "interrupt":
         process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode != 0
     assert ("ValueError: mine" if how == "exception" else "KeyboardInterrupt") in output, (seen, output)
     assert_gone(children)
