@@ -207,7 +207,7 @@ class GeneratorMesh(Fleet):
         return await self._all("fingerprint")
 
     async def pixel_sums(self, images: Sequence[str]) -> list[list[str]]:
-        """Return hashes of what each rank sees of images."""
+        """Return the hash of each image's pixels, by rank."""
         return await self._all("pixel_sums", images)
 
     async def stats(self) -> list[EngineStats]:

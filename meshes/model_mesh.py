@@ -182,7 +182,7 @@ class ModelMesh:
         return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
 
     async def pixel_sums(self, images: Sequence[str]) -> list[list[str]]:
-        """Return hashes of what each rank sees of images."""
+        """Return the hash of each image's pixels, by rank."""
         return await self._all("pixel_sums", images)
 
     async def export(self, folder: str) -> None:

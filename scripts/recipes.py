@@ -24,6 +24,7 @@ from bench.rows import BENCHMARKS, append_rows, csv_rows, curve_columns, metric_
 from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import ConfigError, find, load, planned, variants
 from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.tools.inspect.variants import mean_of
 from titan_rl.wire.program import DONE, USAGE
 
 ROWS, PAGE = BENCHMARKS / "recipes.csv", BENCHMARKS.parent / "recipes.md"
@@ -53,8 +54,6 @@ GAMES = {
     "random: won": "games won against a random player",
 }
 """Measures of self_play.csv, as the page names them."""
-QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5% quantiles of Student's t, by degrees of freedom from 1."""
 SHOWN = 5  # points of a curve
 HEAD = """\
 # Which configs are shipped, and what do they learn?
@@ -201,11 +200,9 @@ def cells(name: str, measure: str, runs: Runs) -> list[str]:
 
 def interval(values: Sequence[float]) -> str:
     """Return the mean of one value per seed, and half of its 95% interval."""
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1:
-        return f"{mean:.3f}"
-    half = QUANTILES[min(n - 1, len(QUANTILES)) - 1] * statistics.stdev(values) / math.sqrt(n)
-    return f"{mean:.3f} ± {half:.3f}"
+    mean = mean_of(values)
+    half = "" if math.isnan(mean.low) else f" ± {mean.high - mean.value:.3f}"
+    return f"{mean.value:.3f}{half}"
 
 
 def table_line(columns: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ class ImageEmbedding(Embedding):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.features: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Places in the flattened tokens of the next forward, [F], and what they read, [F, D]."""
+        """Places in the flattened tokens of the next forward, [F], and their features, [F, D]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         embedded_BLD = super().forward(input)

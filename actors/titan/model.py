@@ -380,7 +380,7 @@ class TitanModel:
             torch.cuda.empty_cache()
 
     def pixel_sums(self, images: Sequence[str]) -> list[str]:
-        """Return hashes of what this rank sees of images."""
+        """Return the hash of each image's pixels on this rank."""
         return self._tower.files.sums(images)
 
     def checksum(self) -> int:

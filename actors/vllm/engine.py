@@ -460,7 +460,7 @@ class Engine:
         return sums
 
     def pixel_sums(self, images: Sequence[str]) -> list[str]:
-        """Return hashes of what this engine sees of images."""
+        """Return the hash of each image's pixels in this engine."""
         return self._images.files.sums(images)
 
     def stats(self) -> EngineStats:

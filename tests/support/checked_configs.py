@@ -7,6 +7,15 @@ from typing import Any
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import load
 
+KUHN = """[task]
+name = "titan_rl.ext.agents.kuhn:deals"
+[cold_start]
+steps = 0
+[environment]
+name = "titan_rl.ext.agents.kuhn:play"
+"""
+SEATS = 'seats = ["first", "second"]\n'
+
 
 def config(tmp_path: Path, toml: str) -> Config:
     file = tmp_path / "run.toml"

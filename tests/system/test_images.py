@@ -1,4 +1,4 @@
-"""A run whose rows have images, none, one and two: it trains on what it sampled, and its records name the images."""
+"""A run whose rows have no image, one or two trains on its own samples, and its records name the images."""
 
 import base64
 import json

@@ -66,7 +66,7 @@ class Setup:
     judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # lines about rows that are left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
-    images: tuple[RowImage, ...] = ()  # of all rows, each once
+    images: tuple[RowImage, ...] = ()  # distinct images of all rows
     policies: "Mapping[str, Setup]" = field(default_factory=dict)
     """Of a run of several policies: each, in the order of the engines' slots. The rest is then the meshes'."""
     adapters: AdapterCounts = ONE_POLICY

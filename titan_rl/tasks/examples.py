@@ -34,7 +34,7 @@ class RowImage(NamedTuple):
     width: int
     height: int
     nbytes: int
-    source: Path | bytes  # its file, or what is in it
+    source: Path | bytes  # its file, or the bytes of one
 
 
 @dataclass(frozen=True, slots=True)

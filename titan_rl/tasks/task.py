@@ -89,7 +89,7 @@ class Task:
         return self._read(example, tokenizer)[2]
 
     def _read(self, example: Example, tokenizer: TextTokenizer) -> tuple[str | list[Message], list[int], list[int]]:
-        """Return what is rendered, its tokens, and these with a placeholder for each feature of an image."""
+        """Return the rendered prompt, its tokens, and its tokens with a placeholder for each feature of an image."""
         reader, system = self.reader(example, tokenizer), self._system(example)
         if example.images:
             return needed_part("image tokens", "task.images_key")(example, reader, self.template, system)

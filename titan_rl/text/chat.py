@@ -144,7 +144,7 @@ class ChatRenderer:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Return True if the template writes a text only as a part of a list, like those of models that read images."""
+        """Return True if the template writes a text only as a part of a list, as templates of vision models do."""
 
         def written(content: Any) -> bool:
             try:

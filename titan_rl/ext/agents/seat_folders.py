@@ -11,7 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.system_sections import EnvironmentSection, OpponentsSection
 from titan_rl.preflight.checks.model import check_weights
 from titan_rl.preflight.plan import Setup, policy_of
-from titan_rl.record.lines import must_write
+from titan_rl.record.lines import must_write, write_whole
 from titan_rl.record.run_names import SEAT_MODELS
 from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import TextTokenizer
@@ -102,7 +102,7 @@ def record_models(e: EnvironmentSection, run: Path) -> dict[str, str]:
             raise RunError(f"environment.endpoints.{seat}.folder: expected {expected}, found {digest}", again=True)
     if found:
         with must_write(path):
-            path.write_text(json.dumps({**before, **found}, indent=2) + "\n")
+            write_whole(path, json.dumps({**before, **found}, indent=2) + "\n")
     return found
 
 

@@ -64,7 +64,7 @@ def image_text(folder: Path, sizes: Iterable[Size]) -> ImageText:
 
 
 def write_tokens(question: tuple[str, Sequence[Size]], write: Callable[..., None]) -> None:
-    """Write the token of an image, and then the tokens of an image of each size, in a process of its own."""
+    """Write the token of an image, and then the tokens of an image of each size. Runs in a child process."""
     try:
         _write_tokens(*question, write)
     except Exception as error:  # a folder may have any processor
@@ -100,7 +100,7 @@ def read_prompt(
     template: Literal["plain", "chat"],
     system: str,
 ) -> PromptTokens:
-    """Return the tokens of a prompt with images. Raise ValueError if its text has not as many as its row."""
+    """Return the tokens of a prompt with images. Raise ValueError if its text and its row differ in their number."""
     sizes = [(image.width, image.height) for image in example.images]
     text = image_text(reader.folder, sizes)
     prompt = _with_images(example, text.token, template)

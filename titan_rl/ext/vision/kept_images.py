@@ -12,15 +12,26 @@ def keep(images: Iterable[RowImage], folder: Path) -> None:
     """Write the images that the folder lacks. A reader finds an image whole, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for image in images:
-        path = folder / image.hash
-        if path.exists():
+        if (folder / image.hash).exists():
             continue
         data = image.source
         if not isinstance(data, bytes):
             data = data.read_bytes()
-        found = hashlib.sha256(data).hexdigest()
+        found = name_of(data)
         if found != image.hash:
             raise ValueError(f"expected {image.source} as it was checked, found other bytes, of SHA-256 {found}")
-        half = folder / f".{image.hash}.{os.getpid()}"
-        half.write_bytes(data)
-        half.replace(path)
+        write_image(folder, data)
+
+
+def write_image(folder: Path, data: bytes) -> str:
+    """Write the file of an image under its name, and return the name. The file is not synced to the disk: that would
+    take most of the start of a run with many images, and readers check the hash."""
+    name = name_of(data)
+    half = folder / f".{name}.{os.getpid()}"
+    half.write_bytes(data)
+    half.replace(folder / name)
+    return name
+
+
+def name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

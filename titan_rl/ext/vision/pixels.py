@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 Kept = TypeVar("Kept")
-MOST_BYTES = 1 << 30  # of what a process keeps
+MOST_BYTES = 1 << 30  # kept by a process
 
 
 class Pixels(NamedTuple):
@@ -69,7 +69,7 @@ class KeptItems(Generic[Kept]):
         self._most, self.nbytes = most_bytes, 0
 
     def take(self, hashes: Sequence[str], make: Callable[[list[str]], Sequence[Kept]]) -> list[Kept]:
-        """Return the items of these hashes. `make` returns those that are not kept."""
+        """Return the items of these hashes. `make` returns the missing ones."""
         missing = [hash for hash in dict.fromkeys(hashes) if hash not in self._items]
         for hash, item in zip(missing, make(missing) if missing else (), strict=True):
             self._items[hash] = item
@@ -112,7 +112,7 @@ class ImageFiles:
 
 
 class Placeholders(NamedTuple):
-    """What stands for a tile in a prompt: a run of so many equal tokens, one for each feature."""
+    """The tokens of a tile in a prompt: `run` times `token`, one for each feature."""
 
     token: int
     run: int

@@ -1,9 +1,9 @@
-"""Reads the images of rows, and refuses those that cannot be read.
+"""Reads the images of rows, and refuses unreadable ones.
 
     row, prompt ── each image: file, data URL or bytes -> opened, hashed ──> row and prompt with hashes, RowImages
 
-An image may be a part of a chat message, or in a column of its own. Parts without an image take those of the column, in
-order. Without such parts, the column's images come before the prompt's text.
+An image may be a part of a chat message, or in the column task.images_key. Parts without an image take the column's
+images in order. Without such parts, the column's images come before the prompt's text.
 """
 
 import base64
@@ -180,7 +180,7 @@ def _of_file(path: Path, *state: int) -> RowImage:
 
 
 def _opened(data: bytes, place: str = "") -> RowImage:
-    """Decode an image as a whole, which finds what is cut off."""
+    """Decode a whole image, so that a cut file is refused here."""
     from PIL import Image
 
     if len(data) > MOST_BYTES:

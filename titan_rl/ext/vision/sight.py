@@ -5,7 +5,6 @@ prompt, answer, its negative ── log-probs ──┴── differ, by the tra
 """
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.ext.vision.kept_images import write_image
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Request, Sample, Sampling
@@ -83,6 +83,4 @@ def write_negative(directory: Path, name: str) -> str:
     written = BytesIO()
     with Image.open(directory / name) as image:
         ImageOps.invert(ImageOps.exif_transpose(image).convert("RGB")).save(written, "PNG")
-    negative = hashlib.sha256(written.getvalue()).hexdigest()
-    (directory / negative).write_bytes(written.getvalue())
-    return negative
+    return write_image(directory, written.getvalue())

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from support.chat_endpoint import answering
-from support.checked_configs import config
+from support.checked_configs import KUHN, SEATS, config
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.ext.agents.endpoint_seats import endpoint_problems, endpoints_of
@@ -21,14 +21,6 @@ from titan_rl.wire.errors import RunError
 STEPS = "class Env:\n    def step(self, reply): return '', 1.0, True, {}\n"
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
 
-KUHN = """[task]
-name = "titan_rl.ext.agents.kuhn:deals"
-[cold_start]
-steps = 0
-[environment]
-name = "titan_rl.ext.agents.kuhn:play"
-"""
-SEATS = 'seats = ["first", "second"]\n'
 DEAD = '{url = "http://127.0.0.1:9/v1", model = "m"}'
 """An endpoint without a server."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.checked_configs import config, edit
+from support.checked_configs import KUHN, SEATS, config, edit
 from support.folders import write_hf
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.ext.agents.seat_folders import digest_of, record_models, setups_of_seats
@@ -24,14 +24,7 @@ from titan_rl.record.run_names import SEAT_MODELS
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.types import Request, Sampling
 
-KUHN = """[task]
-name = "titan_rl.ext.agents.kuhn:deals"
-[cold_start]
-steps = 0
-[environment]
-name = "titan_rl.ext.agents.kuhn:play"
-seats = ["first", "second"]
-endpoints = {second = TABLE}
+SEATED = f"""{KUHN}{SEATS}endpoints = {{second = TABLE}}
 [training]
 seq_len = 64
 [rollout]
@@ -42,7 +35,7 @@ SHAPE = shape_of(ModelSection(name="qwen3"))
 
 def played_by(tmp_path: Path, folder: Path, more: str = "", toml: str = "") -> Config:
     """Return the config of a run whose second player is the model in a folder."""
-    return config(tmp_path, KUHN.replace("TABLE", f'{{folder = "{folder}"{more}}}') + toml)
+    return config(tmp_path, SEATED.replace("TABLE", f'{{folder = "{folder}"{more}}}') + toml)
 
 
 def without_template(folder: Path) -> None:
@@ -103,7 +96,7 @@ def test_two_seats_of_one_folder_share_an_engine_whose_gpu_no_other_rank_gets(tm
         names = [f"seat{n}" for n in range(drawn.randint(2, 6))]
         folders = {name: f"/models/{drawn.randint(0, 2)}" for name in names}
         tables = ", ".join(f'{name} = {{folder = "{folder}"}}' for name, folder in folders.items())
-        text = KUHN.replace('["first", "second"]', json.dumps(["first", *names])).replace("second = TABLE", tables)
+        text = SEATED.replace('["first", "second"]', json.dumps(["first", *names])).replace("second = TABLE", tables)
         run = config(tmp_path, text + f"[generator]\nreplicas = {drawn.randint(1, 3)}\n")
         assert run.environment.folders.keys() == {*folders.values()}
         gpus = gpus_needed(run) + drawn.randint(0, 2)

@@ -42,8 +42,8 @@ class EngineImages:
         return names
 
     def prompt(self, request: Request, tokens: list[int], salt: str) -> dict[str, Any]:
-        """Return vLLM's processed prompt. `tokens`: the request's, and those of a begun sample. Placeholders without an
-        image raise ValueError."""
+        """Return vLLM's processed prompt of `tokens`: the request's and a begun sample's. Placeholders without an image
+        raise ValueError."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
