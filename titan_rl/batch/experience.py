@@ -42,6 +42,22 @@ Estimate = Callable[[RewardedGroup], Sequence[float | np.ndarray]]
 """Returns the advantage of each of a group's rollouts, or an array with one for each of its sampled tokens."""
 
 
+ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
+NumberedRollouts = Sequence[tuple[int, Rollout]]  # with their numbers in the group
+Baseline = Callable[[Sequence[float], Sequence[int], AlgorithmSection], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGroup:
+    """What an estimator of a whole group gets. It returns arrays by the name of a column, one for each sample:
+    "advantage", and others that the losses read."""
+
+    group: Group
+    valid: ValidRollouts
+    algorithm: AlgorithmSection
+    weights: Weights
+
+
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
     """Return a sample for every branch of every rollout to train on, with the mask of the tokens to train on.
 
@@ -101,43 +117,64 @@ def with_advantages(
     algorithm.advantage. `role_means`: of earlier steps."""
     role_means = role_means or RoleMeans(algorithm.role_decay)
     _refuse_opponents(groups)
-    lengths = np.array([len(s.tokens) for s in samples], np.int64)
-    on = _flat(s.mask for s in samples) > 0
-    remaining = iter(samples)
     trained = _trained(groups, algorithm)
-    valid = [[(r, [next(remaining) for _ in r.branches]) for _, r in rollouts] for rollouts in trained]
-    entry, columns = advantage_of(algorithm.advantage), defaultdict[str, Arrays](list)
-    for group, rollouts in zip(groups, valid, strict=True):
-        if not rollouts:
+    columns = defaultdict[str, Arrays](list)
+    remaining = iter(samples)
+    for group, numbered in zip(groups, trained, strict=True):
+        valid = [(rollout, [next(remaining) for _ in rollout.branches]) for _, rollout in numbered]
+        if not valid:
             continue
-        judged = JudgedGroup(group, rollouts, algorithm, weights)
-        if estimate is not None:
-            found = {"advantage": _estimated(group, rollouts, estimate)}
-        elif entry.level == "player":
-            baseline = partial(function_of(entry), role_means, group.seat)
-            found = {"advantage": _of_rollouts(rollouts, algorithm, baseline)}
-        elif entry.level == "reward":
-            found = {"advantage": _of_baseline(judged, function_of(entry))}
-        else:
-            found = function_of(entry)(judged)
+        judged = JudgedGroup(group, valid, algorithm, weights)
+        found = _columns_of(judged, estimate, role_means)
         for name, arrays in found.items():
             columns[name] += arrays
-    advantages = _cut(np.where(on, _flat(columns.pop("advantage", ())), 0.0), lengths)
+
+    masks = [np.asarray(sample.mask) > 0 for sample in samples]
+    advantages = columns.pop("advantage", [])
+    advantages = [np.where(mask, each, 0.0) for mask, each in zip(masks, advantages, strict=True)]
     if algorithm.normalize == "batch":
-        advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
+        advantages = whiten(advantages, masks)
     if algorithm.teacher_coef:  # after the baseline and its scale: a critic's returns know nothing of it
         gained = _gains(samples)
         advantages = [a + algorithm.teacher_coef * gain for a, gain in zip(advantages, gained, strict=True)]
-    estimated = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
-    for name, arrays in columns.items():
-        estimated = [s.with_columns(**{name: each}) for s, each in zip(estimated, arrays, strict=True)]
+    columns["advantage"] = advantages
 
-    *begins, count = np.cumsum([0, *(len(group.rollouts) for group in groups)]).tolist()
-    owners = [begin + k for begin, each in zip(begins, trained, strict=True) for k, r in each for _ in r.branches]
-    owner = np.repeat(np.array(owners, np.int64), lengths)[on]  # the rollout of each trained token
-    sums = np.bincount(owner, _flat(advantages)[on], count)
-    means = iter((sums / np.maximum(np.bincount(owner, minlength=count), 1)).tolist())
-    return [replace(g, rollouts=[replace(r, advantage=next(means)) for r in g.rollouts]) for g in groups], estimated
+    estimated = list(samples)
+    for name, arrays in columns.items():
+        estimated = [s.with_columns(**{name: array}) for s, array in zip(estimated, arrays, strict=True)]
+    counted = [advantage[mask] for advantage, mask in zip(advantages, masks, strict=True)]
+    return _with_means(groups, trained, counted), estimated
+
+
+def _columns_of(judged: JudgedGroup, estimate: Estimate | None, role_means: RoleMeans) -> dict[str, Arrays]:
+    """Return the advantages of a group's samples, and the other columns that its estimator has."""
+    if estimate is not None:
+        return {"advantage": _estimated(judged.group, judged.valid, estimate)}
+    entry = advantage_of(judged.algorithm.advantage)
+    estimator = function_of(entry)
+    if entry.level == "player":
+        baseline = partial(estimator, role_means, judged.group.seat)
+        return {"advantage": _of_rollouts(judged.valid, judged.algorithm, baseline)}
+    if entry.level == "reward":
+        return {"advantage": _of_baseline(judged, estimator)}
+    return estimator(judged)
+
+
+def _with_means(groups: Sequence[Group], trained: Sequence[NumberedRollouts], counted: Arrays) -> list[Group]:
+    """Return the groups, each rollout with the mean advantage of its tokens under a mask; 0 if it has none."""
+    remaining = iter(counted)
+    found = []
+    for group, numbered in zip(groups, trained, strict=True):
+        by_rollout = defaultdict[int, Arrays](list)
+        for k, rollout in numbered:
+            by_rollout[k] += [next(remaining) for _ in rollout.branches]
+        rollouts = []
+        for k, rollout in enumerate(group.rollouts):
+            tokens = _flat(by_rollout[k])
+            mean = tokens.sum() / max(len(tokens), 1)
+            rollouts.append(replace(rollout, advantage=float(mean)))
+        found.append(replace(group, rollouts=rollouts))
+    return found
 
 
 def dead(samples: Sequence[Sample]) -> bool:
@@ -219,26 +256,6 @@ def _gains(samples: Iterable[Sample]) -> Arrays:
         np.where(np.asarray(s.mask) > 0, np.subtract(s.columns["teacher"], s.columns["behaviour"]), 0.0)
         for s in samples
     ]
-
-
-def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
-    ends = lengths.cumsum()
-    return [flat[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
-
-
-ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
-Baseline = Callable[[Sequence[float], Sequence[int], AlgorithmSection], Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedGroup:
-    """What an estimator of a whole group gets. It returns arrays by the name of a column, one for each sample:
-    "advantage", and others that the losses read."""
-
-    group: Group
-    valid: ValidRollouts
-    algorithm: AlgorithmSection
-    weights: Weights
 
 
 def over_role_mean(
@@ -418,17 +435,22 @@ def _order(rollout: Rollout, own: Sequence[Sample]) -> np.ndarray:
 
 
 def _minus_token_baselines(valid: ValidRollouts, returns: Iterator[np.ndarray]) -> Arrays:
-    """Return, by rollout, the returns of a group's samples minus the optimal baseline of its t-th trained tokens."""
-    found, trained, norms = Arrays(), Arrays(), Arrays()
+    """Return the returns of a group's samples minus the optimal baseline of its t-th trained tokens."""
+    by_rollout, trained, norms, ends = Arrays(), Arrays(), Arrays(), Arrays()
     for rollout, own in valid:
-        if own:
-            order = _order(rollout, own)
-            found.append(_flat(next(returns) for _ in own))
-            trained.append(order[_flat(s.mask for s in own)[order] > 0])
-            norms.append(_flat(s.columns["score_norm"] for s in own)[trained[-1]])
-    baselines = token_baselines([r[at] for r, at in zip(found, trained, strict=True)], norms)
-    for r, at, baseline in zip(found, trained, baselines, strict=True):
-        r[at] -= baseline
+        if not own:
+            continue
+        order = _order(rollout, own)
+        on = _flat(s.mask for s in own)[order] > 0
+        by_rollout.append(_flat(next(returns) for _ in own))
+        trained.append(order[on])
+        norms.append(_flat(s.columns["score_norm"] for s in own)[order[on]])
+        ends.append(np.cumsum([len(s.tokens) for s in own]))
+    baselines = token_baselines([r[at] for r, at in zip(by_rollout, trained, strict=True)], norms)
+    found = Arrays()
+    for flat, at, baseline, cuts in zip(by_rollout, trained, baselines, ends, strict=True):
+        flat[at] -= baseline
+        found += np.split(flat, cuts[:-1])
     return found
 
 
