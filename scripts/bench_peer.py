@@ -5,9 +5,9 @@
     .venv/bin/python scripts/bench_peer.py --torchtitan PATH --parts time --shapes toy --rounds 3
     .venv/bin/python scripts/bench_peer.py --table                               # only print the CSV
 
-PATH is a checkout of TorchTitan with two contributions of docs/upstream applied: import-without-triton and rl-on-cpu.
-Their README files have the commit and the commands. TorchTitan needs torchstore, renderers and their requirements
-besides, installed here or on PYTHONPATH.
+PATH is a checkout of TorchTitan with two contributions of docs/upstream applied: import-without-triton, and rl-on-cpu
+in its form of the folder `earlier`. Their README files have the commit and the commands. TorchTitan needs torchstore,
+renderers and their requirements besides, installed here or on PYTHONPATH.
 
 time      a whole run per way and round, in turn: seconds of a step and of its parts, of the start, of all, and memory
 lines     lines of code of the modules that a run of two steps executes

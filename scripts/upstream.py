@@ -53,7 +53,8 @@ PROJECTS = {
 }
 
 # TorchTitan's RL was moved to torchtitan/rl (#4773), after the last tree that could be had whole. Its patches
-# have the new names, and are tried on an older tree under the old ones.
+# have the new names, and are tried on an older tree under the old ones. Where more than names differs, the folder
+# `earlier` has the patch for an older tree.
 EARLIER_NAMES = {
     "tests/unit_tests/rl": "torchtitan/experiments/rl/tests",
     "torchtitan/rl/rollout/environment": "torchtitan/experiments/rl/environment",
@@ -105,6 +106,7 @@ class Contribution:
     after: tuple[str, ...] = ()  # contributions that this one needs
     needs: tuple[str, ...] = ()  # requirements of the tests beyond titan_rl's
     minutes: float = 10.0  # limit for one run of `tests`, and of `own_tests`
+    checkout: bool = False  # the tests need a tree that is newer than the release
     removes: tuple[Removal, ...] = ()
 
     @classmethod
@@ -248,6 +250,13 @@ class Trial:
     def named(self, text: str) -> str:
         return text if self.moved else before_the_move(text)
 
+    def forms(self, patches: list[Path]) -> list[Path]:
+        """Return the patches in the form that the tree needs."""
+        if self.moved:
+            return patches
+        earlier = [patch.parent / "earlier" / patch.name for patch in patches]
+        return [old if old.exists() else new for old, new in zip(earlier, patches, strict=True)]
+
     def make_copy(self, *, checkout: bool) -> None:
         shutil.rmtree(self.copy, ignore_errors=True)
         if self.contribution.project == "torchtitan":
@@ -258,7 +267,8 @@ class Trial:
             shutil.copytree(source, self.copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "__pycache__"))
         else:
             self.copy.mkdir(parents=True)
-            touched = set(map(self.named, changes([*self.earlier, *self.contribution.patches])))
+            patches = self.forms([*self.earlier, *self.contribution.patches])
+            touched = set(map(self.named, changes(patches)))
             copy_installed(self.project, self.copy, touched)
 
     def apply(self, patches: list[Path], *options: str) -> str:
@@ -266,7 +276,7 @@ class Trial:
         if not patches:
             return ""
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.copy.parent)}
-        text = self.named("".join(patch.read_text(encoding="utf-8") for patch in patches))
+        text = self.named("".join(patch.read_text(encoding="utf-8") for patch in self.forms(patches)))
         command = ["git", "apply", "--whitespace=nowarn", *options]
         done = subprocess.run(command, cwd=self.copy, env=env, input=text, capture_output=True, text=True)
         if not done.returncode:
@@ -282,6 +292,8 @@ class Trial:
         missing = [need for need in ours.needs if not importable(need, self.sources)]
         if not result.source:
             result.problems.append(f"{ours.project} is not installed: --source {ours.project}=PATH")
+        if ours.checkout and not checkout:
+            result.problems.append(f"needs a tree newer than {result.source}: --source {ours.project}=PATH")
         if missing:
             result.problems.append(f"needs {', '.join(missing)}: pip install --no-deps, or --source NAME=PATH")
         if result.problems:

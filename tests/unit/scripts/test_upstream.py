@@ -9,7 +9,8 @@ import upstream
 
 KNOWN = upstream.contributions()
 MOST_LINES = 150  # changed lines of one patch without tests
-PATCHES = [patch for each in KNOWN.values() for patch in each.patches]
+EARLIER = sorted(upstream.FOLDER.glob("*/earlier/*.patch"))
+PATCHES = [*EARLIER, *(patch for each in KNOWN.values() for patch in each.patches)]
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
@@ -89,6 +90,36 @@ def test_a_change_of_rl_is_tried_under_the_names_from_before_the_move(
     assert not trial.apply(change.patches)
     added = "torchtitan.rl.rubric" if folder == "rl" else "torchtitan.experiments.rl.rubrics"
     assert (trial.copy / module).read_text() == f"{line}import {added}\n"
+
+
+@pytest.mark.parametrize("folder", ["rl", "experiments/rl"])
+def test_a_tree_from_before_the_move_gets_the_earlier_form_of_a_patch(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tree/torchtitan" / folder).mkdir(parents=True)
+    head = "--- /dev/null\n+++ b/{}\n@@ -0,0 +1 @@\n+{}\n"
+    (tmp_path / "change/earlier").mkdir(parents=True)
+    (tmp_path / "change/0001.patch").write_text(head.format("torchtitan/rl/gpu.py", "new"))
+    (tmp_path / "change/earlier/0001.patch").write_text(head.format("torchtitan/experiments/rl/cpu.py", "old"))
+    monkeypatch.setattr(upstream, "FOLDER", tmp_path)
+    change = upstream.Contribution("change", "torchtitan", "", "", tests=())
+    trial = upstream.Trial(change, {"torchtitan": tmp_path / "tree"}, tmp_path / "copies")
+    trial.make_copy(checkout=True)
+    assert not trial.apply(change.patches)
+    found = [path.name for path in (trial.copy / "torchtitan" / folder).iterdir()]
+    assert found == (["gpu.py"] if folder == "rl" else ["cpu.py"])
+
+
+def test_an_earlier_form_belongs_to_a_patch() -> None:
+    assert EARLIER
+    for patch in EARLIER:
+        assert (patch.parents[1] / patch.name).exists()
+
+
+def test_tests_that_the_release_is_too_old_for_are_not_begun() -> None:
+    done = command("cispo-loss")
+    assert done.returncode == 1
+    assert "cispo-loss: needs a tree newer than torchtitan " in done.stdout
 
 
 def test_wrong_calls_are_answered_together_before_anything_runs(tmp_path: Path) -> None:
