@@ -19,7 +19,7 @@ from titan_rl.ext.agents.episode_loop import LoopSettings
 from titan_rl.ext.agents.episodes import Limits
 from titan_rl.record.incidents import Incidents
 from titan_rl.text import tokenizer as characters
-from titan_rl.wire.types import Completion, Prompt
+from titan_rl.wire.types import Completion, ImagePlace, Prompt
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -41,7 +41,14 @@ class Scripted:
     def seed(self) -> int:
         return self.prompt.id
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        seat: str = "",
+        images: Sequence[ImagePlace] = (),
+    ) -> Completion:
         self.order.append((self.prompt.id, len(self.asked)))
         self.asked.append(list(tokens))
         await asyncio.sleep(self.seconds)

@@ -1,6 +1,7 @@
 """Images that a seed draws, in a run's folder, and prompts that have them."""
 
 import hashlib
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from titan_rl.ext.vision.pixels import placeholders_of
+from titan_rl.wire.types import ImagePlace
 
 
 def draw_image(directory: Path, seed: int, *, sides: tuple[int, int] = (56, 56)) -> str:
@@ -37,6 +39,13 @@ def prompt_of(folder: Path, texts: list[str]) -> list[int]:
     return tokens
 
 
+def places_of(folder: Path, tokens: list[int], names: Sequence[str]) -> tuple[ImagePlace, ...]:
+    """Return where images begin: at the runs of placeholders, of which none was sampled."""
+    placeholders = placeholders_of(str(folder))
+    first = np.flatnonzero(np.asarray(tokens) == placeholders.token)[:: placeholders.run].tolist()
+    return tuple(ImagePlace(name, begin) for name, begin in zip(names, first, strict=True))
+
+
 def transformers_model(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForImageTextToText
@@ -45,21 +54,22 @@ def transformers_model(folder: Path) -> Any:
 
 
 def transformers_logprobs(
-    model: Any, folder: Path, directory: Path, tokens: list[int], answer: list[int], images: tuple[str, ...]
+    model: Any, folder: Path, directory: Path, tokens: list[int], answer: list[int], images: Sequence[ImagePlace]
 ) -> Any:
-    """Return transformers' log-probs of an answer. A placeholder in the answer is embedded as any token: transformers
-    itself would look for its image."""
+    """Return transformers' log-probs of an answer. A sampled placeholder is embedded as any token: transformers itself
+    would look for its image."""
     import torch
     from transformers import AutoImageProcessor
 
     ids, read = torch.tensor([tokens + answer]), model.get_input_embeddings()
     embedded = read(ids)
     if images:
-        files: Any = [[Image.open(directory / name) for name in images]]
+        files: Any = [[Image.open(directory / name) for name, _ in images]]
         pixels = AutoImageProcessor.from_pretrained(folder)(files, return_tensors="pt")
         features = model.get_image_features(**pixels).pooler_output.flatten(0, 1)
-        at = ids[0, : len(tokens)] == model.config.image_token_id
+        run = placeholders_of(str(folder)).run
+        at = [place for _, begin in images for place in range(begin, begin + run)]
         embedded = embedded.clone()
-        embedded[0, : len(tokens)][at] = features
+        embedded[0, at] = features
     logits = model(inputs_embeds=embedded).logits[0, len(tokens) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[0, len(tokens) :, None])[:, 0]

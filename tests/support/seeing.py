@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.images import prompt_of
+from support.images import places_of, prompt_of
 from titan_rl.config.sections import Config, JobSection, ModelSection, ParallelismSection, TrainingSection
 from titan_rl.ext.vision import tiny_folder
+from titan_rl.ext.vision.pixels import placeholders_of
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.wire.types import IMAGES
+from titan_rl.wire.types import IMAGES, ImagePlace
 
 SEQ_LEN, NEW = 96, 10
 TEXT: dict[str, Any] = {  # a head has 32 numbers, which vLLM's CPU kernels take
@@ -22,10 +23,27 @@ Case = dict[str, Any]  # "tokens" of a prompt, its "images", an "answer", and it
 def cases(folder: Path, images: Sequence[str]) -> list[Case]:
     """Return prompts with no image, one and two, some of which differ in their images only."""
     one, other = images
-    return [
-        {"tokens": prompt_of(folder, ["how many?", *["more"] * len(names)]), "images": names}
-        for names in ([], [one], [other], [one, other], [other, one])
-    ]
+    found = list[Case]()
+    for names in ([], [one], [other], [one, other], [other, one]):
+        tokens = prompt_of(folder, ["how many?", *["more"] * len(names)])
+        found.append({"tokens": tokens, "images": places_of(folder, tokens, names)})
+    return [*found, sampled_placeholders(folder, found[1], found[2])]
+
+
+def sampled_placeholders(folder: Path, first: Case, second: Case) -> Case:
+    """Return a context of two turns with an image each, in which the policy sampled as many placeholders as an image
+    has."""
+    placeholders = placeholders_of(str(folder))
+    tokens = [*first["tokens"], *[placeholders.token] * placeholders.run, 9]
+    (name, begin), *_ = second["images"]
+    return {
+        "tokens": [*tokens, *second["tokens"]],
+        "images": (*first["images"], ImagePlace(name, len(tokens) + begin)),
+    }
+
+
+def images_of(case: Case) -> tuple[ImagePlace, ...]:
+    return tuple(ImagePlace(*each) for each in case["images"])
 
 
 def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str, Any]:
@@ -37,7 +55,7 @@ def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str,
     for version, folder in enumerate(folders):
         synced.take(folder, version)
         for i, each in enumerate(prompts):
-            images = tuple(each["images"])
+            images = images_of(each)
             synced.engine.add([Request(str(i), each["tokens"], [1, 2], Sampling(NEW), images=images)])
         answers.append([])
         while synced.engine.busy:
@@ -45,9 +63,12 @@ def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str,
                 assert not done.refused
                 for found in done.completions:
                     answers[-1].append(prompts[int(done.id)] | {"answer": found.tokens, "logprobs": found.logprobs})
-    names = sorted({name for each in prompts for name in each["images"]})
+    names = sorted({name for each in prompts for name, _ in each["images"]})
+    (image,) = images_of(prompts[1])
+    beyond = ImagePlace(names[0], image.begin + 1)
     wrong = [
-        Request(str(images), prompts[1]["tokens"], [1], Sampling(NEW), images=images) for images in ((), (*names,))
+        Request(str(images), prompts[1]["tokens"], [1], Sampling(NEW), images=images)
+        for images in ((beyond,), (image, image))
     ]
     synced.engine.add(wrong)
     refused = [done.refused for done in synced.engine.step()]
@@ -80,7 +101,7 @@ def score(out: Path, run: str, folder: str, mesh: tuple[int, int], sequences: li
             [0] * len(each["tokens"]) + [1] * len(each["answer"]),
             {},
             len(each["tokens"]),
-            images=tuple(each["images"]),
+            images=images_of(each),
         )
         for each in sequences
     ]
@@ -89,6 +110,6 @@ def score(out: Path, run: str, folder: str, mesh: tuple[int, int], sequences: li
     exported = Path(run, "export")
     model.write(exported)
     dist.barrier()
-    names = sorted({name for each in sequences for name in each["images"]})
+    names = sorted({name for each in sequences for name, _ in each["images"]})
     logprobs = [row[len(each["tokens"]) :].tolist() for row, each in zip(scored, sequences, strict=True)]
     return {"logprobs": logprobs, "pixels": model.pixel_sums(names)}

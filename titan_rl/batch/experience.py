@@ -65,7 +65,7 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
     whose log-prob is not finite: they would spread to the group through a KL in the reward, and to the whole step
     through whitening."""
     owned = [
-        (branch, rollout, group.sequence(k), group.prompt.images)
+        (branch, rollout, group.sequence(k), branch.images)
         for group, trained in zip(groups, _trained(groups, algorithm), strict=True)
         for k, rollout in trained
         for branch in rollout.branches

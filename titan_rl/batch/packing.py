@@ -30,7 +30,7 @@ from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.side_columns import Places, packed_extras
-from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
+from titan_rl.wire.types import Batch, Column, ImagePlace, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
 
@@ -253,7 +253,7 @@ class _Block:
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
     reads: np.ndarray  # the token of each place among the tokens of all samples; -1 is padding
     extras: dict[str, Callable[[Places], Any]]  # side columns of a microbatch
-    images: Sequence[tuple[str, ...]]  # by row
+    images: Sequence[tuple[ImagePlace, ...]]  # by row
 
 
 def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
@@ -318,15 +318,17 @@ def _write(samples: Sequence[Sample], fit: Fit, pad_id: int) -> _Block:
 
 def _images(
     samples: Sequence[Sample], layout: Layout, row: np.ndarray, offset: np.ndarray, slots: int
-) -> list[tuple[str, ...]]:
-    """Return each row's images. A sample's are in its prompt, which begins the segment that has its first token."""
+) -> list[tuple[ImagePlace, ...]]:
+    """Return each row's images. One lies in one segment: in the shared prompt, or after it."""
     if not any(sample.images for sample in samples):
         return []
-    found: list[tuple[str, ...]] = [()] * slots
+    found: list[tuple[ImagePlace, ...]] = [()] * slots
     for segment in np.argsort(offset, kind="stable").tolist():
-        if layout.start[segment] == 0:
-            images = samples[int(layout.sample[segment])].images
-            found[int(row[segment])] += images
+        start, length = int(layout.start[segment]), int(layout.length[segment])
+        moved = int(offset[segment]) - start
+        for name, begin in samples[int(layout.sample[segment])].images:
+            if start <= begin < start + length:
+                found[int(row[segment])] += (ImagePlace(name, begin + moved),)
     return found
 
 

@@ -9,12 +9,12 @@ have one segment. A target is predicted at a place that has read the same tokens
 results are the same, to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from titan_rl.wire.types import Sample
+from titan_rl.wire.types import ImagePlace, Sample
 
 PARTS = (1, 2, 4, 8)  # units of at most this part of a row are tried: small ones fill rows and ranks more evenly
 MOST_KEYS = 16  # per place of a unit: attention copies a prefix's keys and values for each answer, which takes memory
@@ -90,7 +90,7 @@ def _groups(samples: Sequence[Sample]) -> list[Group]:
     for i, (sample, prefix) in enumerate(zip(samples, _prefixes(samples), strict=True)):
         tokens = np.asarray(sample.tokens, np.int64)
         key = prefix, _prompt(sample, prefix) if prefix else b"%d" % i
-        member = i, tokens[prefix:-1].tobytes() if prefix else b""
+        member = i, _read(sample, prefix, tokens) if prefix else b""
         by_prompt.setdefault(key, {}).setdefault(member[1], []).append(member)
     return [
         (prefix, [m for alike in by_reading.values() for m in alike]) for (prefix, _), by_reading in by_prompt.items()
@@ -106,15 +106,24 @@ def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
         pair = zip(samples[i : i + together], prefixes[i : i + together], strict=True)
         prompts = {_prompt(sample, n) for sample, n in pair}
         prefix = min(prefixes[i : i + together]) if len(prompts) == 1 else 0
-        groups.append((prefix, [(i + k, tokens[prefix:-1].tobytes()) for k, tokens in enumerate(tokens_of_pair)]))
+        members = [(i + k, _read(samples[i + k], prefix, tokens)) for k, tokens in enumerate(tokens_of_pair)]
+        groups.append((prefix, members))
     return groups
 
 
 def _prompt(sample: Sample, prefix: int) -> bytes:
     """Return what the places of a prefix read: equal tokens may stand for different images."""
     tokens = np.asarray(sample.tokens[:prefix], np.int64)
-    images = "".join(sample.images)
-    return tokens.tobytes() + images.encode()
+    return tokens.tobytes() + _named(image for image in sample.images if image.begin < prefix)
+
+
+def _read(sample: Sample, prefix: int, tokens: np.ndarray) -> bytes:
+    """Return what the places after a prefix read."""
+    return tokens[prefix:-1].tobytes() + _named(image for image in sample.images if image.begin >= prefix)
+
+
+def _named(images: Iterable[ImagePlace]) -> bytes:
+    return "".join(f" {image.name} {image.begin}" for image in images).encode()
 
 
 def _prefixes(samples: Sequence[Sample]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ScoreEstimate, estimate, ks_of, pass_at
 from titan_rl.wire.counted import counted
-from titan_rl.wire.types import Prompt, Rollout
+from titan_rl.wire.types import Prompt, Rollout, names_of
 
 # What an evaluation stores: the answers to its first problems, the first samples of each, and answers that failed.
 STORED_PROBLEMS, STORED_SAMPLES, STORED_FAILURES = 64, 4, 64
@@ -159,7 +159,7 @@ def metrics_of(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 def _problem(prompt: Prompt) -> dict[str, Any]:
     """Return a problem as it is stored. A chat has its messages; else its text is what the policy read."""
     found = {"problem": prompt.id, "where": prompt.where, "prompt": _clipped(prompt.text), "answer": prompt.answer}
-    found |= {"images": [*prompt.images]} if prompt.images else {}
+    found |= {"images": names_of(prompt.images)} if prompt.images else {}
     return found | ({"messages": _messages(prompt.messages)} if prompt.messages else {})
 
 

@@ -6,8 +6,8 @@
                           └── admitted again, by a run that resumes or rewinds: its next attempt
 
 A group whose rollouts may have several turns has an event `turn` for each of them, when an engine has answered it: the
-number and the checksum of the tokens before it, and the digest of the sampled ones. Its `sampled` then has the status
-of each rollout, and the attempts of its driver; earlier attempts count for nothing.
+number and the checksum of the tokens before it, the images that came with it, and the digest of the sampled tokens. Its
+`sampled` then has the status of each rollout, and the attempts of its driver; earlier attempts count for nothing.
 
 Packing has no event: a step packs exactly the prompts that it trains. Replicas have none either: a group's samples may
 be split and may move, and the run's timeline shows which replica sampled when. `failed` counts the attempts at judging
@@ -37,7 +37,7 @@ from typing import Any
 from titan_rl.config.sections import Config
 from titan_rl.record.lines import LineFile, SelfClosing, encode, is_count, whole_lines
 from titan_rl.record.run_names import LEDGER
-from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
+from titan_rl.wire.types import Completion, Group, ImagePlace, Rollout, Turn, extremes, names_of, uniform
 
 BOUNDS = (
     "training.steps",
@@ -91,8 +91,8 @@ class Ledger(SelfClosing):
         unfinished = frozenset(open)
         self._before = Counter(prompt for prompt in admitted if prompt >= next or prompt in unfinished)
 
-    def admitted(self, prompt: int, turn: int, images: Sequence[str] = ()) -> None:
-        more = {"images": [*images]} if images else {}
+    def admitted(self, prompt: int, turn: int, images: Sequence[ImagePlace] = ()) -> None:
+        more = {"images": names_of(images)} if images else {}
         self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt], **more)
 
     def turn(
@@ -100,25 +100,25 @@ class Ledger(SelfClosing):
         prompt: int,
         sample: int,
         attempt: int,
-        turn: int,
         read: tuple[int, int],
-        completion: Completion,
-        seat: str = "",
+        turn: Turn,
         opponent: str = "",
     ) -> None:
-        """An engine has answered turn `turn` of a rollout, of the player `seat`, whom the `opponent` plays if it is not
-        the policy. `read`: number and checksum of the tokens before it."""
+        """An engine has answered a turn of a rollout, which the `opponent` plays if it is not the policy. `read`:
+        number and checksum of the tokens before it."""
+        completion = turn.completion
         self._append(
             "turn",
             prompt=prompt,
             sample=sample,
             attempt=attempt,
-            turn=turn,
+            turn=turn.index,
             read=read,
             tokens=len(completion.tokens),
             digest=digest(completion.tokens, completion.versions),
-            **({"seat": seat} if seat else {}),
+            **({"seat": turn.seat} if turn.seat else {}),
             **({"opponent": opponent} if opponent else {}),
+            **({"images": names_of(turn.images)} if turn.images else {}),
         )
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:

@@ -35,7 +35,7 @@ from titan_rl.record.sample_rows import COLUMNS, has_samples, overview, sample_r
 from titan_rl.record.sinks import NO_SINKS, Event, Sink, State
 from titan_rl.wire.program import command_of
 from titan_rl.wire.side_columns import logged_extras
-from titan_rl.wire.types import Group, Rollout
+from titan_rl.wire.types import Group, Rollout, names_of
 
 TENSORBOARD = "tb"
 """Folder of TensorBoard's events, in the dump folder."""
@@ -241,7 +241,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 "sample": sample_index,
                 "prompt": group.prompt.text,
                 "answer": group.prompt.answer,
-                **({"images": [*group.prompt.images]} if group.prompt.images else {}),
+                **({"images": names_of(group.prompt.images)} if group.prompt.images else {}),
                 "text": rollout.text,
                 "finish": rollout.finish,
                 "reward": rollout.reward,
@@ -284,6 +284,7 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
                 "finish": turn.completion.finish,
                 "reward": turn.reward,
                 **({"seat": turn.seat} if turn.seat else {}),
+                **({"images": names_of(turn.images)} if turn.images else {}),
             }
             for number, branch in enumerate(rollout.branches)
             for turn in branch.turns

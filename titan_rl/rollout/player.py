@@ -26,6 +26,7 @@ from titan_rl.wire.types import (
     Completion,
     Decode,
     Generates,
+    ImagePlace,
     Opponent,
     Prompt,
     Request,
@@ -134,7 +135,8 @@ class Player:
     def answered(self, prompt: Prompt, completion: Completion) -> Rollout:
         """Return the rollout of a single turn that has been sampled, as `play` would. A step has one for each of its
         samples, so there is no session."""
-        return Rollout([Branch([Turn(prompt.tokens, completion)])], self._decode(completion.tokens), math.nan)
+        turn = Turn(prompt.tokens, completion, images=prompt.images)
+        return Rollout([Branch([turn])], self._decode(completion.tokens), math.nan)
 
     async def play(self, play: Play) -> Rollout:
         """Play a rollout, together with other policies if it is shared."""
@@ -196,22 +198,32 @@ class Player:
     def _open(self, play: Play, attempt: int, guests: Guests) -> RolloutSession:
         name = play.id if attempt == 1 else f"{play.id}.{attempt}"
 
-        async def ask(turn: int, tokens: list[int], max_tokens: int, seat: str) -> Completion:
+        async def ask(
+            turn: int, tokens: list[int], max_tokens: int, seat: str, images: tuple[ImagePlace, ...]
+        ) -> Completion:
             player, own = guests.get(seat, (self, play))
-            return await player._sample(own, name, turn, tokens, max_tokens, None if guests else play.cast.get(seat))
+            opponent = None if guests else play.cast.get(seat)
+            return await player._sample(own, name, turn, tokens, max_tokens, opponent, images)
 
-        def answered(turn: int, seat: str, read: tuple[int, int], completion: Completion) -> None:
+        def answered(read: tuple[int, int], turn: Turn) -> None:
             for player, own in [*guests.values()] or [(self, play)]:
                 if player._ledger is not None and not play.greedy:
-                    opponent = own.cast[seat].name if seat in own.cast else ""
-                    player._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion, seat, opponent)
+                    opponent = own.cast[turn.seat].name if turn.seat in own.cast else ""
+                    player._ledger.turn(play.prompt.id, play.sample, attempt, read, turn, opponent)
 
         begins = None if "branch" in self._warned else self._warn_of_branch
         settings = {"limits": self._limits, "answered": answered, "begins": begins}
         return RolloutSession(name, play.prompt, play.own_seed, ask, **settings)
 
     async def _sample(
-        self, play: Play, name: str, turn: int, tokens: list[int], max_tokens: int, opponent: Opponent | None
+        self,
+        play: Play,
+        name: str,
+        turn: int,
+        tokens: list[int],
+        max_tokens: int,
+        opponent: Opponent | None,
+        images: tuple[ImagePlace, ...],
     ) -> Completion:
         """Sample a turn of the session `name`, by an opponent if that is not the policy."""
         sampling = play.sampling
@@ -224,6 +236,7 @@ class Player:
             sampling,
             expected=min(play.expected, sampling.max_new_tokens),
             affinity=(name, play.group) if play.group else (name,),
+            images=images,
         )
         if opponent is not None:
             request = replace(request, adapter=opponent.adapter, version=opponent.version)

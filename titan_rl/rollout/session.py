@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from titan_rl.config.sections import Config
 from titan_rl.record.ledger import read_checksum
 from titan_rl.wire.sessions import ContextOverflow, SessionOver, TokensSpent, TurnsSpent
-from titan_rl.wire.types import Branch, Completion, Prompt, Turn
+from titan_rl.wire.types import Branch, Completion, ImagePlace, Prompt, Turn
 
 NO_LIMIT = 1 << 62
 
@@ -35,24 +35,28 @@ class SessionLimits:
         return cls(context=config.longest_rollout, seconds=None if played else config.rollout.timeout_seconds)
 
 
-SampleTurn = Callable[[int, list[int], int, str], Awaitable[Completion]]
+Images = tuple[ImagePlace, ...]
+SampleTurn = Callable[[int, list[int], int, str, Images], Awaitable[Completion]]
 """Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, the most new
-tokens, and its player."""
-Answered = Callable[[int, str, tuple[int, int], Completion], None]
-"""Called with the number of each answered turn, its player, the length and checksum of its context, and its
-completion."""
+tokens, its player, and the images of the context."""
+Answered = Callable[[tuple[int, int], Turn], None]
+"""Called with the number of tokens before each answered turn, their checksum, and the turn."""
 
 
 @dataclass(slots=True, eq=False)
 class GrowingBranch:
     seat: str = ""
     tokens: list[int] = field(default_factory=list)  # read and sampled
+    images: Images = ()  # of the tokens
     turns: list[Turn] = field(default_factory=list)
     checksum: int = 0  # CRC of the tokens, if turns are recorded
     sampling: bool = False  # its next turn is being sampled
 
-    def continued_by(self, tokens: list[int]) -> bool:
-        return not self.sampling and tokens[: len(self.tokens)] == self.tokens
+    def continued_by(self, tokens: list[int], images: Images) -> bool:
+        """Return True if these tokens begin with the branch's. Equal tokens may stand for different images."""
+        if self.sampling or tokens[: len(self.tokens)] != self.tokens:
+            return False
+        return before(images, len(self.tokens)) == self.images
 
 
 class RolloutSession:
@@ -75,29 +79,39 @@ class RolloutSession:
         self._sampled = 0  # tokens
         self._over = False
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        seat: str = "",
+        images: Sequence[ImagePlace] = (),
+    ) -> Completion:
         if self._over:
             raise SessionOver(f"{self.id} has ended")
         index, context, max_tokens = self._turns, list(tokens), self._room(len(tokens), max_new_tokens)
-        branch = self._branch(index, seat, context)
+        seen = tuple(images)
+        branch = self._branch(index, seat, context, seen)
         read = context[len(branch.tokens) :]
         self._turns += 1
         branch.sampling = True
         try:
-            completion = await self._ask(index, context, max_tokens, seat)
+            completion = await self._ask(index, context, max_tokens, seat, seen)
         finally:
             branch.sampling = False
         if self._over:
             raise SessionOver(f"{self.id} ended while its turn {index} was sampled")
         if not branch.turns:
             self._growing.append(branch)
+        turn = Turn(read, completion, index=index, seat=seat, images=seen[len(branch.images) :])
         if self._answered is not None:
             branch.checksum = read_checksum(read, branch.checksum)
-            self._answered(index, seat, (len(context), branch.checksum), completion)
+            self._answered((len(context), branch.checksum), turn)
             branch.checksum = read_checksum(completion.tokens, branch.checksum)
         branch.tokens += read
         branch.tokens += completion.tokens
-        branch.turns.append(Turn(read, completion, index=index, seat=seat))
+        branch.images = seen
+        branch.turns.append(turn)
         self._sampled += len(completion.tokens)
         return completion
 
@@ -129,11 +143,11 @@ class RolloutSession:
         room = min(limits.context - context, limits.tokens - self._sampled)
         return room if max_new_tokens is None else max(1, min(room, max_new_tokens))
 
-    def _branch(self, index: int, seat: str, context: list[int]) -> GrowingBranch:
+    def _branch(self, index: int, seat: str, context: list[int], images: Images) -> GrowingBranch:
         """Return the branch that continues: the longest of the player's that the context extends. Else return a new
         one."""
         own = [branch for branch in self._growing if branch.seat == seat]
-        continued = [branch for branch in own if branch.continued_by(context)]
+        continued = [branch for branch in own if branch.continued_by(context, images)]
         if continued:
             return max(continued, key=lambda branch: len(branch.tokens))
         if own and self._begins is not None:
@@ -143,6 +157,11 @@ class RolloutSession:
                 f"{len(context)} tokens of context continue an earlier turn"
             )
         return GrowingBranch(seat)
+
+
+def before(images: Sequence[ImagePlace], end: int) -> Images:
+    """Return the images that begin before a place."""
+    return tuple(image for image in images if image.begin < end)
 
 
 def _shared(a: list[int], b: list[int]) -> int:

@@ -20,7 +20,7 @@ from titan_rl.tasks.row_files import FileState, row_files
 from titan_rl.tasks.row_formats import ABSENT, RowKeys, cell, keys_of
 from titan_rl.text.template import Message
 from titan_rl.wire.parts import needed_part
-from titan_rl.wire.types import Demonstration
+from titan_rl.wire.types import Demonstration, ImagePlace
 
 GYM = "reasoning_gym"
 MOST_NAMED = 20
@@ -52,6 +52,15 @@ class Example:
     source: str = ""  # name in [task.sources]
     demonstration: Demonstration = ()
     images: tuple[RowImage, ...] = ()  # in the order in which the prompt reads them
+
+
+class PromptTokens(NamedTuple):
+    """A prompt as the policy reads it."""
+
+    prompt: str | list[Message]  # as it is rendered
+    short: list[int]  # with one token for each image
+    expanded: list[int]  # with a placeholder for each feature of an image
+    images: tuple[ImagePlace, ...] = ()  # in `expanded`
 
 
 class EndlessExamples(Sequence[Example]):

@@ -18,10 +18,10 @@ from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
 from titan_rl.config.plain_files import text_of
-from titan_rl.tasks.examples import GYM, EndlessExamples, Example, SourceRows, read_source
+from titan_rl.tasks.examples import GYM, EndlessExamples, Example, PromptTokens, SourceRows, read_source
 from titan_rl.tasks.games import Game, game_of
 from titan_rl.tasks.own_task import own_examples
-from titan_rl.text.template import ChatSettings, Message, is_inline
+from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.seeds import derive, shuffled
@@ -73,7 +73,7 @@ class Task:
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
-        prompt, tokens, expanded = self._read(example, tokenizer)
+        prompt, tokens, expanded, images = self._read(example, tokenizer)
         text, messages = prompt, ()
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(prompt, self._system(example))
@@ -81,20 +81,19 @@ class Task:
         if self.game:
             demonstration = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
         columns = (example.answer, example.row, example.rejected)
-        images = tuple(image.hash for image in example.images)
         return Prompt(id, str(text), expanded, *columns, messages, demonstration, example.where, images)
 
     def read(self, example: Example, tokenizer: TextTokenizer) -> list[int]:
         """Return the tokens of the example, by the chat template and the system prompt of its source."""
-        return self._read(example, tokenizer)[2]
+        return self._read(example, tokenizer).expanded
 
-    def _read(self, example: Example, tokenizer: TextTokenizer) -> tuple[str | list[Message], list[int], list[int]]:
-        """Return the rendered prompt, its tokens, and its tokens with a placeholder for each feature of an image."""
+    def _read(self, example: Example, tokenizer: TextTokenizer) -> PromptTokens:
+        """Return the rendered prompt and its tokens."""
         reader, system = self.reader(example, tokenizer), self._system(example)
         if example.images:
             return needed_part("image tokens", "task.images_key")(example, reader, self.template, system)
         tokens = reader.prompt(example.prompt, self.template, system)
-        return example.prompt, tokens, tokens
+        return PromptTokens(example.prompt, tokens, tokens)
 
     def rendered(self, example: Example, tokenizer: TextTokenizer) -> str:
         """Return the text whose tokens a chat's example has, with marks that the renderer of `reader` reads."""

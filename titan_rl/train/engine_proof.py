@@ -17,7 +17,7 @@ from titan_rl.config.sections import Config
 from titan_rl.preflight.plan import Setup
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Completion, Generates, Request, Sample, Sampling
+from titan_rl.wire.types import Completion, Generates, ImagePlace, Request, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference, by dtype. Sound engines: below 1e-5 in float32, 3e-3 to 3e-2 in 16 bits."""
@@ -34,7 +34,7 @@ class Continuation(NamedTuple):
 
     prompt: list[int]
     completion: Completion
-    images: tuple[str, ...] = ()
+    images: tuple[ImagePlace, ...] = ()
 
     @property
     def sample(self) -> Sample:
@@ -59,13 +59,14 @@ async def sample_continuations(setup: Setup, generators: Generates, replicas: in
     first = min((task.prompt(e, 0, tokenizer) for e in examples), key=lambda prompt: len(prompt.tokens))
     most = len(first.tokens) + 1 if first.images else min(PROMPT_TOKENS, room - NEW_TOKENS)
     prompt = [tokenizer.eos, *first.tokens][: max(1, most)]
+    images = tuple(ImagePlace(name, 1 + begin) for name, begin in first.images)
     temperature = config.rollout.temperature if config.algorithm.kind == "rl" else 1.0  # as in Learner.scores
     sampling = Sampling(max(1, min(NEW_TOKENS, room - len(prompt))), temperature)
 
     async def sample(replica: int) -> list[Continuation]:
         seeds = [derive(config.debug.seed, "engine proof", replica, k) % 2**31 for k in range(SAMPLES)]
-        request = Request(f"engine-proof-{replica}", prompt, seeds, sampling, images=first.images)
-        return [Continuation(prompt, completion, first.images) for completion in await generators.generate(request)]
+        request = Request(f"engine-proof-{replica}", prompt, seeds, sampling, images=images)
+        return [Continuation(prompt, completion, images) for completion in await generators.generate(request)]
 
     by_replica = await asyncio.gather(*map(sample, range(replicas)))
     return [continuation for continuations in by_replica for continuation in continuations]

@@ -38,6 +38,7 @@ PARTS = {
     "images of engines": "ext.vision.ranks.engine_images:EngineImages",
     "images of rows": "ext.vision.row_images:read_images",
     "images of trainers": "ext.vision.ranks.tower:Tower",
+    "images of turns": "ext.vision.turn_images:TurnImages",
     "kept batches": "ext.replay.kept_batches:KeptBatches",
     "links of readers": "ext.remote_weights.ranks.remote_links:RemoteReads",
     "links of trainers": "ext.remote_weights.ranks.remote_links:RegisteredRuns",

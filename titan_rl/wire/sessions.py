@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from titan_rl.wire.stop_reasons import FAILED as FAILED
 from titan_rl.wire.stop_reasons import Status as Status
-from titan_rl.wire.types import Completion, Prompt, Rollout, Sampling
+from titan_rl.wire.types import Completion, ImagePlace, Prompt, Rollout, Sampling
 
 
 class LimitReached(Exception):
@@ -86,10 +86,17 @@ class Session(Protocol):
     @property
     def seed(self) -> int: ...  # the rollout's own, for the environment's randomness
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
-        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit; `seat` is
-        the player whose turn it is. Raise LimitReached if this turn is one too many, and SessionOver once the rollout
-        has ended."""
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        seat: str = "",
+        images: Sequence[ImagePlace] = (),
+    ) -> Completion:
+        """Sample one turn after `tokens`, the whole context with all its `images`. `max_new_tokens` lowers the
+        configured limit; `seat` is the player whose turn it is. Raise LimitReached if this turn is one too many, and
+        SessionOver once the rollout has ended."""
         ...
 
 

@@ -53,7 +53,18 @@ Demonstration = Sequence[tuple[str, str | list[dict[str, Any]]]]
 
 
 IMAGES = "images"
-"""Folder of a run with the files of its prompts' images, each named by the SHA-256 of its bytes."""
+"""Folder of a run with the files of its images, each named by the SHA-256 of its bytes."""
+
+
+class ImagePlace(NamedTuple):
+    """An image among tokens. The policy may sample placeholders too: only a place tells an image's from them."""
+
+    name: str  # the SHA-256 of its file
+    begin: int  # place of its first token, before or at its first placeholder
+
+
+def names_of(images: Sequence[ImagePlace]) -> list[str]:
+    return [image.name for image in images]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class Prompt:
     messages: Sequence[dict[str, Any]] = ()  # a chat, which `tokens` render
     demonstration: Demonstration = ()
     where: str = ""  # file:line of its row
-    images: tuple[str, ...] = ()  # SHA-256 of each image's file, in the order of their placeholders in `tokens`
+    images: tuple[ImagePlace, ...] = ()  # in `tokens`, in order
 
     @property
     def question(self) -> str:
@@ -112,7 +123,7 @@ class Request:
     slot: int = 0  # number of the policy whose adapters answer
     adapter: str = ""  # folder of an adapter in PEFT's layout, if the engines read any; empty: none
     version: int | None = None  # of `adapter`; None: its tokens have the slot's version
-    images: tuple[str, ...] = ()  # as Prompt.images
+    images: tuple[ImagePlace, ...] = ()  # as Prompt.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,7 @@ class Turn:
     reward: float = 0.0
     index: int = 0  # among the rollout's turns, in the order of requests
     seat: str = ""  # the player whose turn it is, in an episode of several (environment.seats)
+    images: tuple[ImagePlace, ...] = ()  # in `context`; their places count from the branch's first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +226,10 @@ class Branch:
     def tokens(self) -> list[int]:
         parts = (part for turn in self.turns for part in (turn.context, turn.completion.tokens))
         return list(chain.from_iterable(parts))
+
+    @property
+    def images(self) -> tuple[ImagePlace, ...]:
+        return tuple(chain.from_iterable(turn.images for turn in self.turns))
 
     @property
     def mask(self) -> list[int]:
@@ -377,7 +393,7 @@ class Sample:
     prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
     sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns (side_columns.py), by name
-    images: tuple[str, ...] = ()  # as Prompt.images: all of them are among the `prompt` leading tokens
+    images: tuple[ImagePlace, ...] = ()  # in `tokens`, in order; none is sampled
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
@@ -401,7 +417,7 @@ class Rows:
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
-    images: Sequence[tuple[str, ...]] = ()  # each row's, in the order of their placeholders; empty: no row has any
+    images: Sequence[tuple[ImagePlace, ...]] = ()  # each row's, in order; empty: no row has any
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,33 @@ from support.packed_rows import PAD, microbatches
 from titan_rl.batch.experience import samples_of
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import AlgorithmSection
-from titan_rl.wire.types import Batch, Branch, Completion, Group, Prompt, Rollout, Sample, Turn
+from titan_rl.wire.types import Batch, Branch, Completion, Group, ImagePlace, Prompt, Rollout, Sample, Turn
 
 IMAGE = 50  # the placeholder's id
 Case = tuple[list[Sample], int, int]  # samples, shards, rows per microbatch
 
 
 def drawn(seed: int) -> Case:
-    """Return groups of samples, some of whose prompts have equal tokens and different images."""
+    """Return groups of samples, some of whose prompts have equal tokens and different images. Some have a second turn,
+    which an image may begin, and some sampled as many placeholders as an image has."""
     rng = np.random.default_rng(seed)
     samples = list[Sample]()
     for group in range(rng.integers(1, 7)):
         count = int(rng.integers(0, 3))
-        images = tuple(f"{group}{k}" * 32 for k in range(count)) if rng.random() < 0.8 else ("a" * 64,) * count
+        names = [f"{group}{k}" * 32 for k in range(count)] if rng.random() < 0.8 else ["a" * 64] * count
         prompt = [1, *[IMAGE, IMAGE, 2] * count, *[3] * int(rng.integers(1, 3))]
+        images = tuple(ImagePlace(name, 1 + 3 * k) for k, name in enumerate(names))
         for _ in range(rng.integers(1, 5)):
-            answer = rng.integers(4, 6, rng.integers(1, 4)).tolist()
-            mask = [0] * len(prompt) + [1] * len(answer)
-            sample = Sample([*prompt, *answer], mask, {}, len(prompt), images=images)
+            tokens, mask, seen = [*prompt], [0] * len(prompt), images
+            for turn in range(rng.integers(1, 3)):
+                if turn and rng.random() < 0.7:
+                    seen = (*seen, ImagePlace(str(rng.integers(2)) * 64, len(tokens)))
+                    tokens += [IMAGE, IMAGE]
+                    mask += [0, 0]
+                answer = rng.choice([4, 5, IMAGE], rng.integers(1, 4)).tolist()
+                tokens += answer
+                mask += [1] * len(answer)
+            sample = Sample(tokens, mask, {}, len(prompt), images=seen)
             samples.append(sample.with_columns(behaviour=[0.0] * len(mask)))
     return samples, int(rng.integers(1, 3)), int(rng.integers(1, 4))
 
@@ -46,10 +55,10 @@ def test_each_target_is_predicted_after_its_own_images(seed: int, share: bool) -
         images: dict[int, str] = {}  # place of a placeholder -> its image
         length = rows.tokens.shape[1]
         for row, tokens in enumerate(rows.tokens):
-            places = [row * length + int(at) for at in np.flatnonzero(tokens == IMAGE)]
-            given = rows.images[row] if rows.images else ()
-            assert len(places) == 2 * len(given), "two placeholders for each image"
-            images |= zip(places, np.repeat(given, 2).tolist(), strict=True)
+            for name, begin in rows.images[row] if rows.images else ():
+                assert tokens[begin : begin + 2].tolist() == [IMAGE, IMAGE]
+                assert not {row * length + begin, row * length + begin + 1} & images.keys()
+                images |= dict.fromkeys((row * length + begin, row * length + begin + 1), name)
         seen = {
             place: [images[at] for at in [*range(prefix, prefix + size), *range(begin, place + 1)] if at in images]
             for begin, length, prefix, size in rows.segments.tolist()
@@ -57,19 +66,34 @@ def test_each_target_is_predicted_after_its_own_images(seed: int, share: bool) -
         }
         for target in np.flatnonzero(rows.mask).tolist():
             owner = int(rows.samples[rows.sequences.ravel()[target]])
-            found = seen[int(rows.places.ravel()[target])]
-            assert found == np.repeat(samples[owner].images, 2).tolist()
+            place = int(rows.places.ravel()[target])
+            position = int(rows.positions.ravel()[place])
+            read = [name for name, begin in samples[owner].images if begin <= position]
+            assert seen[place] == np.repeat(read, 2).tolist()
             trained[owner] += 1
     assert trained == {i: sum(sample.mask) for i, sample in enumerate(samples)}
 
 
 def test_prompts_of_equal_tokens_and_different_images_share_nothing() -> None:
-    one = Sample([*[IMAGE] * 20, 4, 5], [*[0] * 20, 1, 1], {"behaviour": [0.0] * 22}, 20, images=("a" * 64,))
-    other = replace(one, images=("b" * 64,))
+    images = (ImagePlace("a" * 64, 0),)
+    one = Sample([*[IMAGE] * 20, 4, 5], [*[0] * 20, 1, 1], {"behaviour": [0.0] * 22}, 20, images=images)
+    other = replace(one, images=(ImagePlace("b" * 64, 0),))
     for samples, computed in (([one] * 4, 1), ([one, other] * 2, 2)):
         (batch,) = packed((samples, 1, 1), share=True)
         (rows,) = batch.microbatches
-        assert sum(row.count("a" * 64) + row.count("b" * 64) for row in rows.images) == computed
+        assert sum(map(len, rows.images)) == computed
+
+
+def test_answers_of_equal_tokens_and_different_images_share_their_prompt_only() -> None:
+    tokens, mask = [1] * 20 + [4, IMAGE, IMAGE, 5], [0] * 20 + [1, 0, 0, 1]
+    one, other = (
+        Sample(tokens, mask, {"behaviour": [0.0] * 24}, 20, images=(ImagePlace(name * 64, 21),)) for name in "ab"
+    )
+    for samples, computed, places in (([one] * 4, 1, 23), ([one, other] * 2, 2, 26)):
+        (batch,) = packed((samples, 1, 1), share=True)
+        (rows,) = batch.microbatches
+        assert sum(map(len, rows.images)) == computed
+        assert (rows.tokens != PAD).sum() == places
 
 
 def test_rows_without_images_carry_none() -> None:
@@ -78,10 +102,15 @@ def test_rows_without_images_carry_none() -> None:
 
 
 def test_rollouts_pass_the_images_of_their_prompt_on() -> None:
-    prompt = Prompt(0, "?", [1, IMAGE], "", images=("a" * 64,))
-    answers = [Completion([4], [0.0], [0], "stop"), Completion([5], [0.0], [0], "stop")]
-    rollouts = [Rollout([Branch([Turn(prompt.tokens, each)])], "", float(k)) for k, each in enumerate(answers)]
-    samples = samples_of(
-        [Group(prompt, rollouts), Group(replace(prompt, id=1, images=()), rollouts)], AlgorithmSection()
-    )
-    assert [sample.images for sample in samples] == [("a" * 64,)] * 2 + [()] * 2
+    first, second = ImagePlace("a" * 64, 1), ImagePlace("b" * 64, 3)
+    prompt = Prompt(0, "?", [1, IMAGE], "", images=(first,))
+    answer = Completion([4], [0.0], [0], "stop")
+    seen = Turn(prompt.tokens, answer, images=prompt.images)
+    again = Turn([IMAGE], answer, index=1, images=(second,))
+    rollouts = [Rollout([Branch([seen])], "", 0.0), Rollout([Branch([seen, again])], "", 1.0)]
+    blind = Rollout([Branch([Turn([1, 3], answer)])], "", 0.0)
+    groups = [Group(prompt, rollouts), Group(replace(prompt, id=1, images=()), [blind])]
+    samples = samples_of(groups, AlgorithmSection())
+    assert [sample.images for sample in samples] == [(first,), (first, second), ()]
+    assert [sample.mask.tolist() for sample in samples] == [[0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 1]]
+    assert [sample.columns["image"].tolist() for sample in samples] == [[1] * 3, [1] * 5, [0] * 3]

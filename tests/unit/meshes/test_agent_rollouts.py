@@ -11,7 +11,7 @@ import pytest
 from support.environment_meshes import Scripted, scripted
 from support.fake_environments import fake_environments
 from support.played import LIMITS, encoded
-from titan_rl.wire.types import Completion
+from titan_rl.wire.types import Completion, ImagePlace
 
 pytestmark = pytest.mark.usefixtures("no_ranks", "ended_loops")
 
@@ -49,7 +49,14 @@ class Counting(Scripted):
     together = most = 1
     now = cancelled = 0
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        seat: str = "",
+        images: Sequence[ImagePlace] = (),
+    ) -> Completion:
         self.now += 1
         self.most = max(self.most, self.now)
         try:

@@ -20,7 +20,7 @@ from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import ContextOverflow, DriverLost
-from titan_rl.wire.types import Completion, Request, Sampling, Turn
+from titan_rl.wire.types import Completion, ImagePlace, Request, Sampling, Turn
 
 pytestmark = pytest.mark.usefixtures("no_ranks", "ended_loops")
 
@@ -52,7 +52,14 @@ class Gated(Scripted):
         super().__init__(session.prompt, order=session.order)
         self.open = asyncio.Event()
 
-    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = "") -> Completion:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        seat: str = "",
+        images: Sequence[ImagePlace] = (),
+    ) -> Completion:
         completion = await super().sample(tokens, max_new_tokens=max_new_tokens)
         await self.open.wait()
         return completion
@@ -117,7 +124,12 @@ async def test_an_environment_that_asks_something_else_begins_from_scratch(tmp_p
 async def test_a_session_that_has_no_room_ends_the_rollout_with_what_it_has_earned(tmp_path: Path) -> None:
     class Full(Scripted):
         async def sample(
-            self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = ""
+            self,
+            tokens: Sequence[int],
+            *,
+            max_new_tokens: int | None = None,
+            seat: str = "",
+            images: Sequence[ImagePlace] = (),
         ) -> Completion:
             if len(self.asked) == 2:
                 raise ContextOverflow("no room")
@@ -133,7 +145,12 @@ async def test_a_session_that_has_no_room_ends_the_rollout_with_what_it_has_earn
 async def test_a_failing_session_frees_its_place_and_ends_the_users_code(tmp_path: Path) -> None:
     class Broken(Scripted):
         async def sample(
-            self, tokens: Sequence[int], *, max_new_tokens: int | None = None, seat: str = ""
+            self,
+            tokens: Sequence[int],
+            *,
+            max_new_tokens: int | None = None,
+            seat: str = "",
+            images: Sequence[ImagePlace] = (),
         ) -> Completion:
             raise RunError("the generators are gone")
 

@@ -169,7 +169,7 @@ def test_a_digest_is_of_tokens_and_versions() -> None:
 def test_a_turn_is_written_as_json_writes_it(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.admitted(3, 1)
-        ledger.turn(3, 1, 2, 4, (7, 123), COMPLETION)
+        ledger.turn(3, 1, 2, (7, 123), Turn([1], COMPLETION, index=4))
     event = {"n": 1, "event": "turn", "prompt": 3, "sample": 1, "attempt": 2, "turn": 4, "read": [7, 123], "tokens": 2}
     text = json.dumps({**event, "digest": digest([5, 6], [0, 0])}, separators=(",", ":")).encode()
     assert (tmp_path / LEDGER).read_bytes().splitlines()[1] == b"%08x %s" % (zlib.crc32(text), text)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.turn_drivers import EOS, PROMPT, SAMPLING, TOOL, Answering, player
 from titan_rl.rollout.player import Play
-from titan_rl.rollout.session import RolloutSession, SessionLimits
+from titan_rl.rollout.session import Images, RolloutSession, SessionLimits
 from titan_rl.wire.seeds import sample_seed, turn_seed
 from titan_rl.wire.sessions import ContextOverflow, Outcome, Session, SessionOver, TokensSpent, TurnsSpent
 from titan_rl.wire.types import Completion, Rollout
@@ -110,7 +110,7 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
 
 
 def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() -> None:
-    async def ask(turn: int, context: list[int], most: int, seat: str) -> Completion:
+    async def ask(turn: int, context: list[int], most: int, seat: str, images: Images) -> Completion:
         return Completion([10, 11], [-0.5] * 2, [0] * 2, "length" if turn == 0 else "stop")
 
     async def body() -> list[int]:
@@ -128,7 +128,7 @@ def test_of_several_branches_the_longest_continues() -> None:
     """The second answer to a prompt begins with the first one, so what extends it extends both."""
     answers = [[10], [10, 11], [12]]
 
-    async def ask(turn: int, context: list[int], most: int, seat: str) -> Completion:
+    async def ask(turn: int, context: list[int], most: int, seat: str, images: Images) -> Completion:
         said = answers[turn]
         return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
 
@@ -180,7 +180,7 @@ def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
     async def body() -> None:
         may_answer = asyncio.Event()
 
-        async def ask(turn: int, context: list[int], most: int, seat: str) -> Completion:
+        async def ask(turn: int, context: list[int], most: int, seat: str, images: Images) -> Completion:
             await may_answer.wait()
             return Completion([10], [-0.5], [0], "stop")
 

@@ -15,8 +15,10 @@ import inspect
 import json
 import random
 import re
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from typing import Any
 
 from titan_rl.ext.agents.openenv import openenv
@@ -330,5 +332,11 @@ def without_colours(drawn: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numpy as JSON has it; else its text."""
+    """Return a value of numpy as JSON has it, and an image of Pillow's, or bytes, as a data URL; else its text."""
+    if hasattr(value, "getexif"):
+        file = BytesIO()
+        value.save(file, "PNG")
+        value = file.getvalue()
+    if isinstance(value, bytes):
+        return f"data:;base64,{b64encode(value).decode()}"
     return value.tolist() if hasattr(value, "tolist") else str(value)

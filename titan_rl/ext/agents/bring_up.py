@@ -19,6 +19,7 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.bring_up import closed_at_end
+from titan_rl.wire.types import IMAGES
 
 
 @asynccontextmanager
@@ -57,7 +58,9 @@ async def environments_of(
         seats=Seats(tuple(e.seats), frozenset([*e.frozen_seats, *e.endpoints]), tuple(endpoints_of(e, started))),
     )
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
-    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
+    images = str(setup.folder / IMAGES) if setup.config.model.vision != "none" else ""
+    ends = setup.sampling.stop_token_ids
+    settings = EnvironmentSettings(loop, setup.model_folder, ends, chat, setup.config.sandbox, images)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
     policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}

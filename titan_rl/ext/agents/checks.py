@@ -9,6 +9,7 @@ from functools import partial
 from titan_rl.batch.seats import MOST_SEATS
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
+from titan_rl.ext.agents.adapters import MAKERS
 from titan_rl.ext.agents.endpoint_seats import endpoint_problems, endpoints_of, unreached
 from titan_rl.ext.agents.games import GAMES
 from titan_rl.ext.agents.openenv import sessions_open
@@ -51,6 +52,8 @@ def problems(config: Config) -> Iterator[str]:
         yield from unusable or _check_openings(config)
         yield from _check_server(config, usable=not unusable)
     yield from _check_seats(config)
+    if config.model.vision != "none":
+        yield from _check_sight(config)
     if e.turn_seconds > e.rollout_seconds:
         yield wrong("environment.turn_seconds", f"at most environment.rollout_seconds = {e.rollout_seconds:g}")
     if e.lockstep and config.rollout.steps_ahead:
@@ -63,6 +66,18 @@ def problems(config: Config) -> Iterator[str]:
         if config.training.seq_len < least:
             longest = f"the longest demonstration of {task.name} with its prompt"
             yield wrong("training.seq_len", f"at least {least}, {longest}")
+
+
+def _check_sight(config: Config) -> Iterator[str]:
+    """Check that all that drives rollouts can read and show images."""
+    e, reads = config.environment, f'with model.vision = "{config.model.vision}"'
+    prefix = e.name.partition(":")[0]
+    if prefix in MAKERS:
+        yield problem(config, "environment.name", f"a class or a function of yours {reads}, because {prefix} is text")
+    if config.task.agent:
+        yield problem(config, "task.agent", f'"" {reads}, because the endpoint serves text')
+    if e.endpoints:
+        yield _endpoints(config, f"none {reads}, because seats of other models read text")
 
 
 def _check_seats(config: Config) -> Iterator[str]:

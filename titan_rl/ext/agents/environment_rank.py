@@ -15,12 +15,12 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.endpoint import fallible
 from titan_rl.config.system_sections import SandboxSection
-from titan_rl.ext.agents.conversation import ChatText, PlainText
+from titan_rl.ext.agents.conversation import ChatText, PlainText, ReadsImages
 from titan_rl.ext.agents.episode_loop import EpisodeLoop, LoopSettings
 from titan_rl.ext.agents.episode_news import Answer, Begin, Blocked, News
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.parts import part
+from titan_rl.wire.parts import needed_part, part
 from titan_rl.wire.spans import Recorded
 
 
@@ -31,12 +31,20 @@ class EnvironmentSettings:
     ends: tuple[int, ...] = ()  # tokens that end a turn; empty: the tokenizer's
     chat: ChatSettings | None = None  # None: conversations are plain text
     sandbox: SandboxSection = field(default_factory=SandboxSection)
+    images: str = ""  # folder of the run's images; empty: the model reads none
 
 
 class Taken(NamedTuple):
     news: list[News]
     blocked: Blocked | None
     stuck: int  # rollouts that were given up, but whose code still runs
+
+
+def images_of(settings: EnvironmentSettings) -> ReadsImages | None:
+    """Return the reader of images, which takes seconds to import."""
+    if not settings.images:
+        return None
+    return needed_part("images of turns", "model.vision")(settings.tokenizer, Path(settings.images))
 
 
 class EnvironmentRank(Actor):
@@ -56,10 +64,11 @@ class EnvironmentRank(Actor):
         settings = self._settings
         if configure := part("sandbox settings"):
             configure(settings.sandbox)
+        images = await asyncio.to_thread(images_of, settings)
         if settings.chat is None:
-            renderer = PlainText(TextTokenizer.load(settings.tokenizer), settings.ends)
+            renderer = PlainText(TextTokenizer.load(settings.tokenizer), settings.ends, images)
         else:
-            renderer = ChatText(TextTokenizer.load(settings.tokenizer, settings.chat))
+            renderer = ChatText(TextTokenizer.load(settings.tokenizer, settings.chat), images)
         self._loop = await asyncio.to_thread(EpisodeLoop, settings.loop, renderer, notify)
 
     @concurrent_endpoint

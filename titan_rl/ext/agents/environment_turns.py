@@ -16,7 +16,8 @@ class TurnScript:
 
     async def play(self, process: EnvironmentProcess, episode: Episode) -> Outcome:
         """Answer a rollout's turns in a process until it ends there."""
-        contexts = Contexts(self._session.prompt.tokens)
+        prompt = self._session.prompt
+        contexts = Contexts(prompt.tokens, prompt.images)
         sampling: dict[int, asyncio.Task[None]] = {}
         failed: list[Exception] = []
 
@@ -36,7 +37,7 @@ class TurnScript:
 
         def take(news: TurnNews) -> None:
             if isinstance(news, Ask):
-                line = contexts.open(news.after, news.kept, news.new)
+                line = contexts.open(news.after, news.kept, news.new, news.images)
                 sampling[news.turn] = asyncio.create_task(answer(news, line))
             elif (task := sampling.get(news.turn)) is not None:
                 task.cancel()
@@ -59,7 +60,7 @@ class TurnScript:
         if (earlier := self._answers.get(ask.turn)) is None:
             if self._in_step is not None:
                 await self._in_step(episode)
-            answer = await _sampled(self._session, ask, line.tokens)
+            answer = await _sampled(self._session, ask, line)
             self._answers[ask.turn] = (ask, answer)
             return answer
         earlier_ask, answer = earlier
@@ -70,9 +71,9 @@ class TurnScript:
         return answer
 
 
-async def _sampled(session: Session, ask: Ask, tokens: list[int]) -> Answer:
+async def _sampled(session: Session, ask: Ask, line: Line) -> Answer:
     try:
-        completion = await session.sample(tokens, max_new_tokens=ask.most, seat=ask.seat)
+        completion = await session.sample(line.tokens, max_new_tokens=ask.most, seat=ask.seat, images=line.images)
     except LimitReached as limit:
         return Answer(-1, [], "abort", limit.status, ask.turn)
     logprobs = completion.logprobs if ask.logprobs else ()

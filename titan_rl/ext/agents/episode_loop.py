@@ -35,6 +35,7 @@ from titan_rl.tasks.user_code import (
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded, Recorder
+from titan_rl.wire.types import ImagePlace
 
 if TYPE_CHECKING:
     from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
@@ -87,6 +88,7 @@ class Asking:
         after: int | None = None,
         logprobs: bool = False,
         seat: str = "",
+        images: tuple[ImagePlace, ...] = (),
     ) -> Sampled:
         """Ask for a turn after the turn `after`: None is the player's last one that was answered."""
         if self.given_up:
@@ -96,7 +98,7 @@ class Asking:
             self._since = time.monotonic()
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
         after = self._last.get(seat, PROMPT) if after is None else after
-        self._report(Ask(self._id, kept, new, most, turn, after, logprobs, seat))
+        self._report(Ask(self._id, kept, new, most, turn, after, logprobs, seat, images))
         try:
             answer = await waiting
         except asyncio.CancelledError:

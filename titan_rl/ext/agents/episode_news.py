@@ -6,11 +6,11 @@ A message has only the change to an earlier context: `Contexts` keeps the whole 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_rl.wire.sessions import Outcome, Status
-from titan_rl.wire.types import Finish, Prompt
+from titan_rl.wire.types import Finish, ImagePlace, Prompt
 
 PROMPT = -1
 """Number of the turn that a rollout's prompt stands for."""
@@ -34,6 +34,7 @@ class Ask(NamedTuple):
     after: int = PROMPT
     logprobs: bool = False  # the answer has them
     seat: str = ""  # the player whose turn it is, in an episode of several
+    images: tuple[ImagePlace, ...] = ()  # in `new`; their places count from the context's first token
 
 
 class Answer(NamedTuple):
@@ -74,24 +75,27 @@ class Line:
     """The tokens of turns that continue each other."""
 
     tokens: list[int]
+    images: list[ImagePlace] = field(default_factory=list)
     busy: bool = False  # a turn is being sampled at its end
 
 
 class Contexts:
     """The tokens of a rollout up to each of its turns. Turns that continue each other share one list."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self._ends = {PROMPT: (Line(list(prompt)), len(prompt))}
+    def __init__(self, prompt: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
+        self._ends = {PROMPT: (Line(list(prompt), list(images)), len(prompt))}
 
-    def open(self, after: int, kept: int, new: Sequence[int]) -> Line:
-        """Return the context of a turn: the first `kept` tokens up to the turn `after`, then the new ones. Close it."""
+    def open(self, after: int, kept: int, new: Sequence[int], images: Sequence[ImagePlace] = ()) -> Line:
+        """Return the context of a turn: the first `kept` tokens up to the turn `after`, then the new ones, which have
+        `images`. Close it."""
         line, length = self._ends[after]
         if kept > length:
             raise ValueError(f"expected to keep at most the {length} tokens up to turn {after}, found {kept}")
         if line.busy or len(line.tokens) > kept:
-            line = Line(line.tokens[:kept])
+            line = Line(line.tokens[:kept], [image for image in line.images if image.begin < kept])
         line.busy = True
         line.tokens += new
+        line.images += images
         return line
 
     def close(self, line: Line, turn: int | None = None, sampled: Sequence[int] = ()) -> None:

@@ -16,14 +16,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_rl.ext.agents.tools import ToolCall
+from titan_rl.ext.agents.tools import IMAGE_PARTS, ToolCall
 from titan_rl.tasks.user_code import shortened
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Status
 from titan_rl.wire.types import Finish
 
 Observation = str | Message | Sequence[Message] | None
-"""Text, one message or several, which the policy reads next. None or "": nothing."""
+"""Text, one message or several, or the parts of one, which the policy reads next. None or "": nothing."""
+
+
+PARTS = ("text", *IMAGE_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ def messages_from(observation: Observation) -> list[Message]:
         return [{"role": "user", "content": observation}]
     found: Any = observation
     messages = list(found) if isinstance(found, Iterable) and not isinstance(found, Mapping) else [found]
+    if all(isinstance(each, Mapping) and "type" in each and "role" not in each for each in messages):
+        return [{"role": "user", "content": [dict(each) for each in messages]}]
     if bad := [each for each in messages if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))]:
         raise TypeError(f'observation: expected text or messages with a "role", found {shortened(bad[0])}')
     return [dict(each) for each in messages]
@@ -115,4 +120,12 @@ def text_of(observation: Observation) -> str:
     """Return an observation as text, for a policy without a chat template."""
     if isinstance(observation, str):
         return observation
-    return "".join(str(message.get("content") or "") for message in messages_from(observation))
+    return "".join(str(part["text"]) for message in messages_from(observation) for part in parts_of(message))
+
+
+def parts_of(message: Message) -> list[dict[str, Any]]:
+    """Return the parts of a message, texts and images."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in PARTS for part in content):
+        return content
+    return [{"type": "text", "text": str(content)}]

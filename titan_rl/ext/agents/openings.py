@@ -21,7 +21,8 @@ from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.ext.agents.adapters import Conversation
 from titan_rl.ext.agents.environment_calls import offered_by, reset_environment, tools_of
 from titan_rl.ext.agents.environments import Maker, made, run_with_maker
-from titan_rl.ext.agents.tools import Toolbox
+from titan_rl.ext.agents.episodes import messages_from
+from titan_rl.ext.agents.tools import Toolbox, shows_images
 from titan_rl.preflight.child import Write, ask
 from titan_rl.preflight.probe import untokenized
 from titan_rl.tasks.examples import BadRows
@@ -135,6 +136,8 @@ def answer(question: Question, write: Write) -> None:
 async def _begun(make: Maker, offered: Mapping[str, Any], e: EnvironmentSection) -> dict[str, Any]:
     async with made(make, offered, e) as environment:
         observation = await reset_environment(environment, e.name, offered)
+        if any(shows_images(message.get("content")) for message in messages_from(observation)):
+            raise ValueError("an image, which demonstrations do not read (cold_start.steps = 0 needs none)")
         tools = Toolbox(tools_of(environment)).schemas  # now, because reset may choose them
         line = {"observation": observation, "whole": isinstance(observation, Conversation), "tools": tools}
         return json.loads(json.dumps(line))

@@ -6,7 +6,7 @@ play ── reset, step ──> environment        a user's rollout function
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from titan_rl.ext.agents.adapters import Conversation
 from titan_rl.ext.agents.conversation import Renderer, without_text
@@ -25,7 +25,7 @@ from titan_rl.ext.agents.tools import Schema, Toolbox
 from titan_rl.tasks.user_code import call_user
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome, Status
-from titan_rl.wire.types import Finish, Prompt
+from titan_rl.wire.types import Finish, ImagePlace, Prompt
 from titan_rl.wire.user_functions import keywords_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -38,8 +38,13 @@ class Sampled(NamedTuple):
     logprobs: Sequence[float] = ()  # if they were asked for
 
 
-Ask = Callable[[int, list[int], int | None], Awaitable[Sampled]]
-"""Samples after a context, given as a Delta, at most a number of tokens. Raises EpisodeOver if a limit forbids it."""
+class Asks(Protocol):
+    async def __call__(
+        self, kept: int, new: list[int], most: int | None, /, *, images: tuple[ImagePlace, ...] = ()
+    ) -> Sampled:
+        """Sample after a context, given as a Delta, at most a number of tokens. Raise EpisodeOver if a limit forbids
+        it."""
+        ...
 
 
 class Policy:
@@ -50,7 +55,7 @@ class Policy:
         prompt: Prompt,
         renderer: Renderer,
         limits: Limits,
-        ask: Ask,
+        ask: Asks,
         note: Callable[[Message], None] | None = None,
     ) -> None:
         """`note` is called with each message of the conversation after the prompt."""
@@ -67,18 +72,19 @@ class Policy:
             raise EpisodeOver("max_turns")
         self._tools = self._tools if self.turns else tools
         whole = isinstance(observation, Conversation)
+        observation = await self._renderer.named(observation)
         if whole:
             self._prompt = without_text(self._prompt, self._renderer)
             self.messages = []
         if self.turns and not whole:
-            kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
+            kept, new, images = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
         else:
-            kept, new = self._renderer.open(self._prompt, observation, self._tools)
+            kept, new, images = self._renderer.open(self._prompt, observation, self._tools)
         read = len(new) if self.turns else 0  # the first turn reads the prompt, with its tools and first observation
         most = self._limits.max_tokens - self.spent - read if self._limits.max_tokens else None
         if most is not None and most <= 0:
             raise EpisodeOver("max_tokens")
-        sampled = await self._ask(kept, new, most)
+        sampled = await self._ask(kept, new, most, images=images)
         self._tokens = [*self._tokens[:kept], *new, *sampled.tokens]
         self.spent += read + len(sampled.tokens)
         self.turns += 1

@@ -27,8 +27,11 @@ from titan_rl.wire.errors import SandboxRefused
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
+Result = str | list[dict[str, Any]]
 
 TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a message that are images."""
 UNKNOWN = "unknown"
 """Tool name under which calls of tools that do not exist are counted."""
 
@@ -57,15 +60,15 @@ class Toolbox:
     def __bool__(self) -> bool:
         return bool(self._tools)
 
-    async def call(self, call: ToolCall) -> str:
-        """Return the result as text, or the error."""
+    async def call(self, call: ToolCall) -> Result:
+        """Return the result, or the error."""
         try:
             return await self.result(call)
         except ToolFailed as error:
             return f"error: {error}"
 
-    async def result(self, call: ToolCall) -> str:
-        """Return the result as text. Raise ToolFailed if there is none."""
+    async def result(self, call: ToolCall) -> Result:
+        """Return the result as text, or as parts if it has an image. Raise ToolFailed if there is none."""
         name = call.name if call.name in self._tools else UNKNOWN
         began = time.perf_counter()
         self._counts[f"tools/{name}/calls"] += 1
@@ -80,7 +83,9 @@ class Toolbox:
                 raise  # no fault of the policy
             except Exception as error:
                 raise ToolFailed(f"{name}: {type(error).__name__}: {error}") from error
-            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+            if isinstance(result, str) or shows_images(result):
+                return result
+            return json.dumps(result, default=str, ensure_ascii=False)
         except ToolFailed:
             self._counts[f"tools/{name}/failures"] += 1
             raise
@@ -89,6 +94,13 @@ class Toolbox:
 
     def metrics(self) -> dict[str, float]:
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
+
+
+def shows_images(content: object) -> bool:
+    """Return True if this is a list of a message's parts that has an image."""
+    if not isinstance(content, list):
+        return False
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content)
 
 
 def schema(tool: Tool) -> Schema:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from titan_rl.preflight.child import ask
-from titan_rl.tasks.examples import Example
+from titan_rl.tasks.examples import Example, PromptTokens
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.types import ImagePlace
 
 IMPORT_SECONDS = 300.0  # for a process to import transformers on a busy machine
 BESIDE = "x"  # a text next to an image, whose tokens must stay the same
 
 Size = tuple[int, int]  # width and height, in pixels
+Places = tuple[ImagePlace, ...]
 
 
 class ImageText(NamedTuple):
@@ -28,12 +30,6 @@ class ImageText(NamedTuple):
     token: str  # that stands for an image
     id: int
     tokens: dict[Size, list[int]]
-
-
-class PromptTokens(NamedTuple):
-    prompt: str | list[Message]  # as it is rendered
-    short: list[int]  # with one token for each image
-    expanded: list[int]  # as the model reads it
 
 
 _known: dict[str, ImageText] = {}  # by folder
@@ -65,33 +61,49 @@ def image_text(folder: Path, sizes: Iterable[Size]) -> ImageText:
 
 def write_tokens(question: tuple[str, Sequence[Size]], write: Callable[..., None]) -> None:
     """Write the token of an image, and then the tokens of an image of each size. Runs in a child process."""
+    folder, sizes = question
     try:
-        _write_tokens(*question, write)
+        processor = ImageProcessor(folder)
+        write({"token": processor.token, "id": processor.id})
+        for size in sizes:
+            write({"tokens": processor.tokens(size)})
+    except UnfitProcessor as error:
+        write({"error": str(error)})
     except Exception as error:  # a folder may have any processor
         write({"error": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
-def _write_tokens(folder: str, sizes: Sequence[Size], write: Callable[..., None]) -> None:
-    from PIL import Image
-    from transformers import AutoProcessor
+class UnfitProcessor(ValueError):
+    """A folder's processor does not write images as prompts need them."""
 
-    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
-    token = getattr(processor, "image_token", None)
-    if not token or getattr(processor, "image_processor", None) is None:
-        write({"error": f"a {type(processor).__name__}"})
-        return
-    write({"token": token, "id": processor.tokenizer.convert_tokens_to_ids(token)})
-    text = processor.tokenizer(BESIDE, add_special_tokens=False)["input_ids"]
-    for size in sizes:
+
+class ImageProcessor:
+    """The processor of a folder. It imports transformers."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoProcessor
+
+        self._processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self.token = getattr(self._processor, "image_token", None)
+        if not self.token or getattr(self._processor, "image_processor", None) is None:
+            raise UnfitProcessor(f"a {type(self._processor).__name__}")
+        self.id: int = self._processor.tokenizer.convert_tokens_to_ids(self.token)
+        self._beside = self._processor.tokenizer(BESIDE, add_special_tokens=False)["input_ids"]
+
+    def tokens(self, size: Size) -> list[int]:
+        """Return the tokens of an image of this size. Raise UnfitProcessor if they depend on the text beside it."""
+        alone = self._written(f"{self.token}", size)
+        beside = self._written(f"{BESIDE}{self.token}{BESIDE}", size)
+        if beside != [*self._beside, *alone, *self._beside]:
+            raise UnfitProcessor("a tokenizer that joins an image's tokens with the text beside it")
+        return alone
+
+    def _written(self, text: str, size: Size) -> list[int]:
+        from PIL import Image
+
         blank = [Image.new("RGB", size)]
-        written = processor(text=token, images=blank, add_special_tokens=False)
-        (alone,) = written["input_ids"]
-        written = processor(text=f"{BESIDE}{token}{BESIDE}", images=blank, add_special_tokens=False)
-        (beside,) = written["input_ids"]
-        if list(beside) != [*text, *alone, *text]:
-            write({"error": "a tokenizer that joins an image's tokens with the text beside it"})
-            return
-        write({"tokens": list(alone)})
+        (found,) = self._processor(text=text, images=blank, add_special_tokens=False)["input_ids"]
+        return list(found)
 
 
 def read_prompt(
@@ -109,13 +121,23 @@ def read_prompt(
     if found != len(sizes):
         expected = f"{len(sizes)} {text.token}, one for each image"
         raise ValueError(f"{example.where}: expected {expected}, found {found} in the rendered prompt")
-    left, expanded = iter(sizes), list[int]()
+    names = [image.hash for image in example.images]
+    tokens = [text.tokens[size] for size in sizes]
+    expanded, places = expand(short, text.id, zip(names, tokens, strict=True))
+    return PromptTokens(prompt, short, expanded, places)
+
+
+def expand(short: Iterable[int], id: int, images: Iterable[tuple[str, list[int]]]) -> tuple[list[int], Places]:
+    """Return tokens with the tokens of images in the places of `id`. `images`: the name and the tokens of each."""
+    left, expanded, places = iter(images), list[int](), list[ImagePlace]()
     for token in short:
-        if token == text.id:
-            expanded += text.tokens[next(left)]
+        if token == id:
+            name, tokens = next(left)
+            places.append(ImagePlace(name, len(expanded)))
+            expanded += tokens
         else:
             expanded.append(token)
-    return PromptTokens(prompt, short, expanded)
+    return expanded, tuple(places)
 
 
 def _with_images(example: Example, token: str, template: str) -> str | list[Message]:

@@ -1,7 +1,7 @@
 """Keeps the images of a run in its folder, each under the SHA-256 of its file."""
 
 import hashlib
-import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def write_image(folder: Path, data: bytes) -> str:
     """Write the file of an image under its name, and return the name. The file is not synced to the disk: that would
     take most of the start of a run with many images, and readers check the hash."""
     name = name_of(data)
-    half = folder / f".{name}.{os.getpid()}"
+    half = folder / f".{name}.{secrets.token_hex(8)}"  # processes and threads may write one image at the same time
     half.write_bytes(data)
     half.replace(folder / name)
     return name

@@ -15,6 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from titan_rl.wire.types import ImagePlace
+
 Kept = TypeVar("Kept")
 MOST_BYTES = 1 << 30  # kept by a process
 
@@ -124,27 +126,22 @@ class Placeholders(NamedTuple):
         patches = vision["image_size"] // vision["patch_size"]
         return cls(config["image_token_id"], patches**2 // scale**2)
 
-    def begins(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return where runs begin. The policy may sample placeholders too: they are in no run of this very length."""
-        found = np.asarray(tokens) == self.token
-        on = np.zeros(len(found) + 2, np.int8)
-        on[1:-1] = found
-        steps = np.diff(on)
-        begins = np.flatnonzero(steps == 1)
-        ends = np.flatnonzero(steps == -1)
-        return begins[ends - begins == self.run]
-
-    def of_images(self, tokens: Sequence[int] | np.ndarray, tiles: Sequence[int]) -> list[np.ndarray]:
-        """Return the places of each image's placeholders. `tiles`: how many each image has."""
-        begins = self.begins(tokens)
-        if len(begins) != sum(tiles):
-            expected = f"{sum(tiles)} runs of {self.run} placeholders for {len(tiles)} images"
-            raise ValueError(f"expected {expected}, found {len(begins)}")
-        places, first = list[np.ndarray](), 0
-        for count in tiles:
-            own = begins[first : first + count]
-            places.append((own[:, None] + np.arange(self.run)).ravel())
-            first += count
+    def of_images(
+        self, tokens: Sequence[int] | np.ndarray, images: Sequence[ImagePlace], tiles: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Return the places of each image's placeholders: the next ones from where it begins. Any other placeholder was
+        sampled. `tiles`: how many each image has."""
+        placeholders = np.flatnonzero(np.asarray(tokens) == self.token)
+        places, end = list[np.ndarray](), 0
+        for (name, begin), count in zip(images, tiles, strict=True):
+            first = np.searchsorted(placeholders, begin)
+            own = placeholders[first : first + count * self.run]
+            runs = own.reshape(-1, self.run) if len(own) == count * self.run else None
+            if runs is None or begin < end or (np.diff(runs) != 1).any():
+                expected = f"{count} runs of {self.run} placeholders from token {begin} on for the image {name}"
+                raise ValueError(f"expected {expected}, found {len(own)} of {len(placeholders)} placeholders there")
+            places.append(own)
+            end = int(own[-1]) + 1
         return places
 
 

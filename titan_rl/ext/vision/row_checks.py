@@ -17,8 +17,6 @@ def image_problems(config: Config, examples: Sequence[Example], tokenizer: TextT
         yield problem(config, "model.vision", f'"frozen" {where}')
         return
     unsupported = (
-        ("environment.name", config.environment.name, "with one answer to each prompt, and no environment,"),
-        ("task.agent", config.task.agent, "with one answer to each prompt, and no agent,"),
         ("record.batches", config.record.batches, "without kept batches,"),
         ("algorithm.name", config.algorithm.kind in ("preference", "reward"), "that reads no pairs,"),
     )

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -41,7 +41,7 @@ def read_images(row: dict[str, Any], prompt: str | list[Message], column: str, i
         kept.append(_named(value, folder, f"image {number} of {images_key!r}"))
     found = kept
     if not isinstance(prompt, str):
-        prompt, found = _in_messages(prompt, deque(kept), folder)
+        prompt, found = in_messages(prompt, deque(kept), folder)
         if kept and len(found) < len(kept):
             raise ValueError(f"expected an image part for each image of {images_key!r}, found {len(kept)} images")
         row = _with_cell(row, column, prompt)
@@ -62,8 +62,8 @@ def _column(row: dict[str, Any], key: str) -> list[Any]:
     return [value]
 
 
-def _in_messages(
-    messages: list[Message], unused: deque[RowImage], folder: Path
+def in_messages(
+    messages: Sequence[Message], unused: deque[RowImage], folder: Path
 ) -> tuple[list[Message], list[RowImage]]:
     """Return the messages with hashes, and all images in the order of their parts."""
     images, made = list[RowImage](), list[Message]()
@@ -103,7 +103,7 @@ def _text(part: Any, name: str) -> str:
 
 
 def _parts(message: Message) -> list[Any]:
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []
@@ -145,13 +145,19 @@ def _image(value: Any, folder: Path) -> RowImage:
         value = _value(value)
     if isinstance(value, bytes):
         return _opened(value)
+    if hasattr(value, "getexif"):  # an image of Pillow's
+        return _opened(_png(value))
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected {EXPECTED}, found {value!r:.80}")
     if value.startswith("data:"):
         return _opened(_of_data_url(value))
     if value.startswith(("http://", "https://")):
         raise ValueError(f"expected {EXPECTED}, because nothing is downloaded, found {value[:80]!r}")
-    path = (folder / value.removeprefix("file://")).absolute()
+    return image_at((folder / value.removeprefix("file://")).absolute())
+
+
+def image_at(path: Path) -> RowImage:
+    """Return the image in a file. Raise ValueError if it cannot be read."""
     try:
         state = path.stat()
         if not path.is_file():
@@ -161,6 +167,12 @@ def _image(value: Any, folder: Path) -> RowImage:
         return _of_file(path, state.st_mtime_ns, state.st_size, state.st_ino)
     except OSError as error:
         raise ValueError(f"expected an image that can be read, found {error}") from error
+
+
+def _png(image: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _of_data_url(url: str) -> bytes:

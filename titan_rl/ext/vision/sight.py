@@ -16,7 +16,7 @@ import numpy as np
 from titan_rl.ext.vision.kept_images import write_image
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Request, Sample, Sampling
+from titan_rl.wire.types import ImagePlace, Request, Sample, Sampling, names_of
 
 LEAST = 1e-5  # largest change of a log-prob that a blind model may show by rounding
 Scores = Callable[[Sequence[Sample]], Awaitable[Sequence[np.ndarray]]]
@@ -27,8 +27,9 @@ class Sight:
 
     def __init__(self, continuation: Continuation, directory: Path) -> None:
         self._first, images = continuation, continuation.images
-        self._images = images, tuple(write_negative(directory, name) for name in images)
-        self._named = [*dict.fromkeys([*images, *self._images[1]])]
+        negatives = tuple(ImagePlace(write_negative(directory, name), begin) for name, begin in images)
+        self._images = images, negatives
+        self._named = [*dict.fromkeys(names_of([*images, *negatives]))]
         self._pixels: list[list[str]] = []
         self._by_engines = 0.0
 
@@ -68,10 +69,10 @@ def changes(scores: Sequence[np.ndarray], continuation: Continuation) -> float:
     return float(np.abs(one - other).max())
 
 
-async def _scored(generators: Any, sample: Sample, images: tuple[str, ...]) -> np.ndarray:
+async def _scored(generators: Any, sample: Sample, images: tuple[ImagePlace, ...]) -> np.ndarray:
     """Return an engine's log-probs of the tokens of a sample after some images."""
     sampling = Sampling(1, scores_context=True)
-    request = Request(f"sight-{images[0]}", [*sample.tokens], [0], sampling, images=images)
+    request = Request(f"sight-{images[0].name}", [*sample.tokens], [0], sampling, images=images)
     (completion,) = await generators.generate(request)
     return np.array([score.logprob for score in completion.context])
 

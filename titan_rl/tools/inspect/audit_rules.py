@@ -186,6 +186,7 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
     recorded = prompt.turns_of(rollout["sample"])
     read = mask.index(1) if 1 in mask else 0
     single = {"turn": min(recorded, default=0), "branch": 0, "read": read, "sampled": sum(mask)}
+    single["images"] = rollout.get("images", [])
     turns = rollout.get("turns", [single])
     if not isinstance(turns, list) or any(not isinstance(turn, dict) or invalid(turn, TURN) for turn in turns):
         yield f"expected valid turns, found {str(turns)[:80]}"
@@ -205,6 +206,8 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         of = versions[sampled_before : sampled_before + turn["sampled"]]
         if (turn["sampled"], digest(tokens[middle:end], of)) != (answered.tokens, answered.digest):
             yield f"the engine sampled other tokens or versions in turn {turn['turn']}"
+        if turn.get("images", []) != [*answered.images]:
+            yield f"turn {turn['turn']} came with other images than in the ledger"
         if turn.get("seat", "") != answered.seat:
             player = turn.get("seat") or "none"
             yield f"turn {turn['turn']} is of player {player}, in the ledger of {answered.seat or 'none'}"

@@ -38,5 +38,6 @@ OPTIONAL = fields(
     own_loop=lambda value: value is True,
     seat=is_text,
     opponent=is_text,
+    images=list_of(is_text),
     changed=lambda value: isinstance(value, dict) and all(map(list_of(is_text), value.values())),
 )

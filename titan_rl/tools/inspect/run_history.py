@@ -41,6 +41,7 @@ class RecordedTurn(NamedTuple):
     digest: int
     seat: str = ""  # the player
     opponent: str = ""  # who plays it in place of the policy
+    images: Sequence[str] = ()  # names of those that came with it
 
 
 @dataclass(slots=True)
@@ -231,7 +232,12 @@ class LedgerHistory:
     def _turn(self, event: dict[str, Any], prompt: PromptHistory) -> None:
         turns = prompt.turns.setdefault((event["sample"], event["attempt"]), {})
         turns[event["turn"]] = RecordedTurn(
-            event["read"], event["tokens"], event["digest"], event.get("seat", ""), event.get("opponent", "")
+            event["read"],
+            event["tokens"],
+            event["digest"],
+            event.get("seat", ""),
+            event.get("opponent", ""),
+            tuple(event.get("images", ())),
         )
 
     def _sampled(self, event: dict[str, Any], prompt: PromptHistory) -> None:

@@ -138,8 +138,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     parts = [f"[thinking] {thinking}" for key in ("reasoning_content", "reasoning") if (thinking := message.get(key))]
     content = message.get("content")
     if isinstance(content, list):  # parts, as clients of OpenAI's API send them
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        content = "".join(text if isinstance(text, str) else "[no text]" for text in texts)
+        content = "".join(map(part_text, content))
     parts += [str(content)] if content else []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
@@ -151,6 +150,15 @@ def text_of(message: Mapping[str, Any]) -> str:
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         parts.append(f"-> {function.get('name', '?')}({shown})")
     return "\n".join(parts)
+
+
+def part_text(part: Any) -> str:
+    """Return the text of a message's part, or the name of its image."""
+    found = part if isinstance(part, Mapping) else {}
+    if found.get("type") == "image" and isinstance(found.get("image"), str):
+        return f"[image {IMAGES}/{found['image']}]"
+    text = found.get("text")
+    return text if isinstance(text, str) else "[no text]"
 
 
 def searched(sample: RunSample, pattern: re.Pattern[str]) -> bool:

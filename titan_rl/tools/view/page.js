@@ -355,27 +355,28 @@ function groupView(run, group, settings) {
   return el("section", {}, el("h3", {}, `${group.set ? group.set + " at " : ""}step ${group.step}, ${group.set ? "problem" : "prompt"} ${group.id}`),
     again.length ? el("p", {}, el("span", { class: "dim" }, "the same prompt: "), again) : null,
     el("details", { open: group.prompt.length < 1500 }, el("summary", {}, `prompt (${group.prompt.length.toLocaleString("en")} characters)`), el("div", { class: "text read" }, marked(group.prompt, settings.q))),
-    group.images.map((name) => run.images[name] ? el("img", { src: run.images[name], alt: name, title: name, class: "seen" }) : el("p", { class: "dim" }, `image ${name}`)),
+    group.images.map((name) => image(run, name)),
     el("p", {}, el("span", { class: "dim" }, "expected answer: "), el("code", {}, group.answer || "–")), key(settings.colour || "mask"),
-    el("div", { class: "side" }, group.samples.map((sample) => sampleView(sample, group, settings))));
+    el("div", { class: "side" }, group.samples.map((sample) => sampleView(run, sample, group, settings))));
 }
+function image(run, name) { return run.images[name] ? el("img", { src: run.images[name], alt: name, title: name, class: "seen" }) : el("p", { class: "dim" }, `image ${name}`); }
 function key(colour) {
   const texts = { mask: "Tokens that the policy sampled are blue; grey ones were read.", logprob: "The darker the orange, the less likely the token was when it was sampled.", gap: "The darker the orange, the more the trainer's log-prob differs from the generator's: from 1e-6 to 1, logarithmic. Steps that were replayed have it.",
     version: "Each policy version has its colour; hover for the number.", advantage: "Blue tokens are made more likely, orange ones less likely.", plain: "" };
   return el("p", { class: "dim" }, texts[colour]);
 }
-function sampleView(sample, group, settings) {
+function sampleView(run, sample, group, settings) {
   const parts = Object.entries(sample.rewards || {}), mark = sample.reward === null || best(group) === worst(group) ? "" : sample.reward >= best(group) ? "good" : sample.reward <= worst(group) ? "bad" : "";
   const facts = [["advantage", number(sample.advantage)], ["tokens", number(sample.tokens)], sample.penalty ? ["penalty", number(sample.penalty)] : null,
     ["ended", sample.cut_off ? "cut off" : sample.status === "completed" ? sample.finish : sample.status], sample.turns > 1 ? ["turns", sample.turns] : null, sample.age ? ["age", sample.age] : null, ...parts.map(([name, value]) => [name, number(value)])].filter(Boolean);
   return el("article", { class: "card", id: `sample-${sample.index}` }, el("div", {}, el("span", { class: "bold " + mark }, sample.reward === null ? "no reward" : "reward " + number(sample.reward)), el("span", { class: "dim" }, ` sample ${sample.index}`)),
     el("dl", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", { class: name === "ended" && value === "cut off" ? "bad" : "" }, String(value))])),
     sample.error ? el("p", { class: "bad" }, sample.error) : null,
-    sample.messages ? el("div", {}, sample.messages.map((message, i) => turnView(message, i, sample.messages.length, settings))) : null,
+    sample.messages ? el("div", {}, sample.messages.map((message, i) => turnView(run, message, i, sample.messages.length, settings))) : null,
     sample.segments ? (sample.messages ? el("details", {}, el("summary", {}, "token by token"), tokens(sample, settings)) : tokens(sample, settings)) : sample.messages ? null : el("div", { class: "text" }, marked(sample.text, settings.q)));
 }
-function turnView(message, index, count, settings) {
-  const body = [message.content ? el("div", { class: "text" }, marked(message.content, settings.q)) : null, (message.calls || []).map((call) => el("div", { class: "text" }, "→ ", marked(call, settings.q)))];
+function turnView(run, message, index, count, settings) {
+  const body = [(message.images || []).map((name) => image(run, name)), message.content ? el("div", { class: "text" }, marked(message.content, settings.q)) : null, (message.calls || []).map((call) => el("div", { class: "text" }, "→ ", marked(call, settings.q)))];
   const size = (message.content || "").length, open = message.role !== "system" && (size < 1200 || index === count - 1);
   return el("details", { class: "turn " + message.role.replace(/[^a-z]/g, ""), open }, el("summary", {}, `${message.role}${message.name ? ` ${message.name}` : ""}${message.calls ? " calls a tool" : ""} (${size.toLocaleString("en")})`), body);
 }

@@ -28,6 +28,7 @@ from titan_rl.tools.diagnosis.diagnosed_run import DiagnosedRun
 from titan_rl.tools.diagnosis.findings import RunFinding
 from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.tools.inspect.run_history import LedgerHistory, PromptHistory
+from titan_rl.tools.inspect.sample_view import part_text
 from titan_rl.tools.inspect.samples import RunSample, in_groups
 from titan_rl.tools.inspect.token_view import tokenizer_of
 from titan_rl.tools.view.token_pieces import Pieces
@@ -303,6 +304,8 @@ def _images(folder: Path, groups: Sequence[Json], most_bytes: int, left_out: lis
     names, found, size = set[str](), dict[str, str](), 0
     for group in groups:
         names.update(group["images"])
+        for sample in group["samples"]:
+            names.update(name for message in sample.get("messages", ()) for name in message.get("images", ()))
     for name in sorted(names):
         path = folder / IMAGES / name
         if not HASH.fullmatch(name):  # no other file of the run
@@ -378,13 +381,23 @@ def _sample(sample: RunSample, pieces: Pieces | None, gaps: Sequence[float]) -> 
 
 def _message(message: Mapping[str, Any]) -> Json:
     content = message.get("content")
-    shown: Json = {"role": str(message.get("role", "")), "content": content if content is None else _text(content)}
+    shown: Json = {"role": str(message.get("role", ""))}
+    if isinstance(content, list) and (images := _names(content)):
+        shown["images"] = images
+        content = "".join(part_text(part) for part in content if not _names([part]))
+    shown["content"] = content if content is None else _text(content)
     if message.get("name"):
         shown["name"] = str(message["name"])
     calls = message.get("tool_calls")
     if calls:
         shown["calls"] = [_text(call.get("function", call) if isinstance(call, dict) else call) for call in calls]
     return shown
+
+
+def _names(content: Sequence[Any]) -> list[str]:
+    """Return the names of the images among a message's parts."""
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "image"]
+    return [str(part["image"]) for part in parts if part.get("image")]
 
 
 def _text(content: Any) -> str:

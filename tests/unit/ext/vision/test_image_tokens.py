@@ -66,7 +66,10 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
         ]
         prompts: list[tuple[Any, Template]] = [(plain, "plain"), (chat, "chat")]
         for prompt, template in prompts:
-            _, tokens, expanded = read_prompt(example(prompt, *sizes), reader, template, "")
+            _, tokens, expanded, places = read_prompt(example(prompt, *sizes), reader, template, "")
+            small = [image_text(folder, SIZES).tokens[size] for size in sizes]
+            for (_, begin), image in zip(places, small, strict=True):
+                assert expanded[begin : begin + len(image)] == image
             text = reader.tokenizer.decode(tokens, skip_special_tokens=False)
             if template == "chat":  # what a message spells is no image
                 assert text.startswith("<|system|>count <unk>image<unk></s>")
@@ -82,7 +85,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
 def test_images_of_a_column_come_before_a_text(folder: Path) -> None:
     reader = TextTokenizer.load(folder, ChatSettings(TEMPLATE))
     small = image_text(folder, SIZES).tokens[SIZES[0]]
-    prompt, tokens, expanded = read_prompt(example("12", SIZES[0], SIZES[0]), reader, "plain", "")
+    prompt, tokens, expanded, _ = read_prompt(example("12", SIZES[0], SIZES[0]), reader, "plain", "")
     assert prompt == "<image><image>12"
     assert expanded == [*reader.opening, *small, *small, *reader.encode("12")]
     assert len(tokens) == len(reader.opening) + 4

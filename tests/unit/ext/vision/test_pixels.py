@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor
 from support.images import draw_image
 from titan_rl.ext.vision.pixels import ImageFiles, KeptItems, Placeholders, pixels_of
 from titan_rl.ext.vision.tiny_folder import write_processor
+from titan_rl.wire.types import ImagePlace
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -71,16 +72,19 @@ def test_a_process_keeps_what_it_used_last() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_placeholders_of_images_are_found_among_sampled_ones(seed: int) -> None:
     random, placeholders = Random(seed), Placeholders(token=9, run=4)
-    tokens, places, tiles = [1], list[list[int]](), list[int]()
+    tokens, places, tiles, images = [1], list[list[int]](), list[int](), list[ImagePlace]()
     for _ in range(random.randrange(4)):
+        images.append(ImagePlace("a" * 64, len(tokens)))
         tiles.append(random.choice([1, 1, 3]))
         places.append([])
         for _ in range(tiles[-1]):
             tokens += [7, 8]
             places[-1] += range(len(tokens), len(tokens) + 4)
             tokens += [9] * 4
-        tokens += [7, *random.choices([2, 3, 9], k=random.randrange(3))]
-    found = placeholders.of_images([*tokens, 3], tiles)
+        tokens += [7, *random.choices([2, 3, 9], k=random.randrange(3)), *[9] * random.randrange(6)]
+    found = placeholders.of_images([*tokens, 3], images, tiles)
     assert [each.tolist() for each in found] == places
-    with pytest.raises(ValueError, match=f"expected {sum(tiles) + 1} runs of 4 placeholders for"):
-        placeholders.of_images(tokens, [*tiles, 1])
+    for wrong in ([*images, ImagePlace("b" * 64, len(tokens))], [*images, *images[-1:]] if images else []):
+        if wrong:
+            with pytest.raises(ValueError, match="expected 1 runs of 4 placeholders from token"):
+                placeholders.of_images(tokens, wrong, [*tiles, 1])

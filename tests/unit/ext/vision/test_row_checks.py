@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.presets import preset
-from titan_rl.config.sections import Config, EnvironmentSection, ModelSection, RecordSection
+from titan_rl.config.sections import Config, ModelSection, RecordSection
 from titan_rl.ext.vision import image_tokens
 from titan_rl.ext.vision.image_tokens import ImageText
 from titan_rl.ext.vision.row_checks import image_problems
@@ -31,10 +31,6 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextTokenizer:
     [
         (SEEING, ""),
         (Config(), 'model.vision: expected "frozen" for the images of rows.jsonl:3, found "none"'),
-        (
-            replace(SEEING, environment=EnvironmentSection(name="calc")),
-            "environment.name: expected a run with one",
-        ),
         (
             replace(SEEING, record=RecordSection(batches=2)),
             "record.batches: expected a run without kept",

@@ -213,7 +213,7 @@ def test_records_name_the_images_and_the_page_shows_them(tmp_path: Path, capsys:
     completion = Completion([8, 2], [-0.5, -0.5], [0, 0], "stop")
     rollout = Rollout([Branch([Turn([1, 9], completion)])], "1", 1.0)
     with RunLog(tmp_path, "tiny", Config()) as log:
-        seen = Prompt(0, "how many", [1, 9], "1", images=(named(A), "../config.toml"))
+        seen = Prompt(0, "how many", [1, 9], "1", images=(ImagePlace(named(A), 1), ImagePlace("../config.toml", 1)))
         log.step(
             1, {"reward/mean": 1.0}, {}, [Group(seen, [rollout] * 2), Group(Prompt(1, "none", [1, 9], "1"), [rollout])]
         )

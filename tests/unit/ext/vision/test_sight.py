@@ -13,7 +13,7 @@ from support.images import draw_image
 from titan_rl.ext.vision.sight import Sight, write_negative
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Completion, ContextScore, Request, Sample
+from titan_rl.wire.types import Completion, ContextScore, ImagePlace, Request, Sample
 
 PROMPT, ANSWER = [2, 50, 50, 9], [4, 5, 2]
 
@@ -27,8 +27,8 @@ class Seeing:
     async def pixel_sums(self, images: list[str]) -> list[list[str]]:
         return [[f"{self._pixels} {name}" for name in images]] * 2
 
-    def logprob(self, images: tuple[str, ...]) -> float:
-        return -1.0 + self._change * (images[0] != self._first)
+    def logprob(self, images: tuple[ImagePlace, ...]) -> float:
+        return -1.0 + self._change * (images[0].name != self._first)
 
     async def generate(self, request: Request) -> list[Completion]:
         assert request.tokens == [*PROMPT, *ANSWER]
@@ -43,7 +43,9 @@ class Seeing:
 def proof(directory: Path, **sides: dict[str, Any]) -> str:
     first = draw_image(directory, 0)
     trainers, engines = (Seeing(**{"change": 0.5, "first": first, **sides.get(s, {})}) for s in ("trainers", "engines"))
-    sight = Sight(Continuation(PROMPT, Completion(ANSWER, [-1.0] * 3, [0] * 3, "stop"), (first,)), directory)
+    sight = Sight(
+        Continuation(PROMPT, Completion(ANSWER, [-1.0] * 3, [0] * 3, "stop"), (ImagePlace(first, 1),)), directory
+    )
 
     async def prove() -> str:
         await sight.ask_engines(engines)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.images import draw_image, prompt_of, transformers_logprobs, transformers_model
+from support.images import draw_image, places_of, prompt_of, transformers_logprobs, transformers_model
 from support.whole_model import whole_model
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
@@ -20,7 +20,7 @@ from titan_rl.config.sections import Config, JobSection, ModelSection, TrainingS
 from titan_rl.ext.vision import tiny_folder
 from titan_rl.ext.vision.pixels import placeholders_of
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.wire.types import IMAGES, Rows, Sample
+from titan_rl.wire.types import IMAGES, ImagePlace, Rows, Sample
 
 SEQ_LEN = 160
 TEXT: dict[str, Any] = tiny_folder.TEXT | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -58,10 +58,11 @@ def test_log_probs_gradients_and_export_are_transformers(model_type: str, tied: 
         answer = [9, placeholder, 12, 2]  # a sampled placeholder is a token like others
         sample = Sample(tokens + answer, [0] * len(tokens) + [1] * len(answer), {}, len(tokens))
         (batch,) = pack([sample], **PACKED)
-        rows.append(replace(batch.microbatches[0], images=[images]))
-        expected.append(transformers_logprobs(theirs, folder, tmp_path / IMAGES, tokens, answer, images))
-    with pytest.raises(ValueError, match="expected 0 runs of 16 placeholders for 0 images, found 1"):
-        model.score(replace(rows[1], images=()))
+        seen = places_of(folder, tokens, images)
+        rows.append(replace(batch.microbatches[0], images=[seen]))
+        expected.append(transformers_logprobs(theirs, folder, tmp_path / IMAGES, tokens, answer, seen))
+    with pytest.raises(ValueError, match="expected 1 runs of 16 placeholders from token 90 on for the image"):
+        model.score(replace(rows[1], images=[(ImagePlace(one, 90),)]))
     scores = [model.score(each)[0] for each in rows]
     found = [scored[each.mask[0] > 0] for scored, each in zip(scores, rows, strict=True)]
     for ours, logprobs in zip(found, expected, strict=True):

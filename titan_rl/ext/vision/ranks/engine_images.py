@@ -10,7 +10,7 @@ import torch
 
 from titan_rl.actors.titan.shard_reader import other_tensors
 from titan_rl.ext.vision.pixels import ImageFiles, placeholders_of
-from titan_rl.wire.types import Request
+from titan_rl.wire.types import Request, names_of
 
 
 class EngineImages:
@@ -42,15 +42,16 @@ class EngineImages:
         return names
 
     def prompt(self, request: Request, tokens: list[int], salt: str) -> dict[str, Any]:
-        """Return vLLM's processed prompt of `tokens`: the request's and a begun sample's. Placeholders without an image
-        raise ValueError."""
+        """Return vLLM's processed prompt of `tokens`: the request's and a begun sample's. An image without its
+        placeholders raises ValueError."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-        pixels = self.files.pixels(request.images)
-        places = self._placeholders.of_images(request.tokens, [each.tiles for each in pixels])
-        if not places:
+        if not request.images:
             return {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
+        names = names_of(request.images)
+        pixels = self.files.pixels(names)
+        places = self._placeholders.of_images(request.tokens, request.images, [each.tiles for each in pixels])
         ranges = list[PlaceholderRange]()
         for at in places:
             first, length = int(at[0]), int(at[-1] - at[0]) + 1
@@ -64,4 +65,4 @@ class EngineImages:
         fields = {"pixel_values": by_tiles, "pixel_attention_mask": by_tiles}
         fields["num_patches"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
         items: Any = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
-        return dict(mm_input(tokens, items, {"image": [*request.images]}, {"image": ranges}, cache_salt=salt))
+        return dict(mm_input(tokens, items, {"image": names}, {"image": ranges}, cache_salt=salt))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_rl.actors.titan.shard_reader import other_tensors
 from titan_rl.ext.vision.pixels import ImageFiles, KeptItems, placeholders_of
+from titan_rl.wire.types import ImagePlace, names_of
 
 TILES = 32  # computed at once
 
@@ -28,18 +29,15 @@ class Tower:
         self.model, self._device = frozen_tower(folder, text).to(device, dtype), device
         self._kept = KeptItems[Tensor]()
 
-    def features(self, tokens_BL: np.ndarray, images: Sequence[Sequence[str]]) -> tuple[Tensor, Tensor] | None:
+    def features(self, tokens_BL: np.ndarray, images: Sequence[Sequence[ImagePlace]]) -> tuple[Tensor, Tensor] | None:
         """Return the places in the flattened rows that read features, [F], and the features, [F, D]; None if there are
-        none. `images`: the hashes of each row's images, in the order of their placeholders; empty: no row has any.
-        Placeholders of an image that is not there raise ValueError."""
-        if not images:
-            images = [()] * len(tokens_BL)
+        none. `images`: each row's; empty: no row has any. An image without its placeholders raises ValueError."""
         places, features = list[np.ndarray](), list[Tensor]()
-        for row, tokens in enumerate(tokens_BL):
-            found = self._kept.take(images[row], self._computed)
+        for row, (tokens, seen) in enumerate(zip(tokens_BL, images, strict=False)):
+            found = self._kept.take(names_of(seen), self._computed)
             tiles = [len(each) // self._placeholders.run for each in found]
             begin = row * len(tokens)
-            for at in self._placeholders.of_images(tokens, tiles):
+            for at in self._placeholders.of_images(tokens, seen, tiles):
                 places.append(begin + at)
             features += found
         if not places:
