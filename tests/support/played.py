@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.ext.agents.conversation import ChatText, PlainText
+from titan_rl.ext.agents.conversation import ChatText, PlainText, ReadsImages
 from titan_rl.ext.agents.episode_loop import EpisodeLoop, LoopSettings
 from titan_rl.ext.agents.episode_news import Answer, Ask, Begin, Contexts, Ended, News
 from titan_rl.ext.agents.episodes import Limits
@@ -17,7 +17,7 @@ from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, VOCABULARY, TextTokenizer
 from titan_rl.wire.sessions import Outcome
-from titan_rl.wire.types import Prompt
+from titan_rl.wire.types import ImagePlace, Prompt
 
 BOS, EOS = VOCABULARY["<s>"], VOCABULARY["</s>"]
 CLOSE_SECONDS = 10.0
@@ -41,6 +41,7 @@ class Played:
     def __init__(self, loop: EpisodeLoop, wake: threading.Event, tokenizer: TextTokenizer) -> None:
         self.loop, self.tokenizer = loop, tokenizer
         self.contexts: dict[int, list[list[int]]] = {}
+        self.lines: dict[int, list[tuple[list[int], list[ImagePlace]]]] = {}  # the same, with images
         self.seats: dict[int, list[str]] = {}  # the seat of each turn, in the order of requests
         self._wake = wake
 
@@ -64,14 +65,16 @@ class Played:
         """Play a rollout per prompt, in which `answers(prompt, turn)` is the policy."""
         self.loop.begin([Begin(i, prompt, seed=i) for i, prompt in enumerate(prompts)])
         outcomes: dict[int, Outcome] = {}
-        known = {i: Contexts(prompt.tokens) for i, prompt in enumerate(prompts)}
+        known = {i: Contexts(prompt.tokens, prompt.images) for i, prompt in enumerate(prompts)}
+        self.lines = {i: [] for i in known}
         self.contexts, self.seats = {i: [] for i in known}, {i: [] for i in known}
         while len(outcomes) < len(prompts):
             for news in self.news():
                 if isinstance(news, Ask):
                     said = answers(news.id, len(self.contexts[news.id]))
                     said = [*encoded(said), EOS] if isinstance(said, str) else said
-                    line = known[news.id].open(news.after, news.kept, news.new)
+                    line = known[news.id].open(news.after, news.kept, news.new, news.images)
+                    self.lines[news.id].append((list(line.tokens), list(line.images)))
                     self.contexts[news.id].append(list(line.tokens))
                     self.seats[news.id].append(news.seat)
                     known[news.id].close(line, news.turn, said)
@@ -92,6 +95,7 @@ def playing(
     chat: ChatSettings | None = None,
     python: str = "",
     seats: Seats = ONE_PLAYER,
+    images: ReadsImages | None = None,
     **args: Any,
 ) -> Iterator[Played]:
     if not (folder / "tokenizer.json").exists():
@@ -99,7 +103,7 @@ def playing(
     wake, tokenizer = threading.Event(), TextTokenizer.load(folder, chat or OWN_CHAT)
     loop = EpisodeLoop(
         LoopSettings(name, concurrency, limits, python=python, args=args, seats=seats),
-        ChatText(tokenizer) if chat else PlainText(tokenizer),
+        ChatText(tokenizer, images) if chat else PlainText(tokenizer, images=images),
         wake.set,
     )
     try:

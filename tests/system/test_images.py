@@ -4,10 +4,14 @@ import base64
 import json
 import random
 from pathlib import Path
+from typing import Any
 
-from support.running import Runs
-from titan_rl.ext.vision import tiny_folder
+from support.running import RunFiles, Runs
+from titan_rl.ext.vision import find_square, tiny_folder
+from titan_rl.ext.vision.pixels import placeholders_of
 from titan_rl.ext.vision.squares import drawn
+from titan_rl.tools.inspect.audit_rules import audit
+from titan_rl.tools.view.run_data import run_data
 from titan_rl.wire.types import IMAGES
 
 TEMPLATE = (
@@ -57,6 +61,66 @@ def test_a_run_reads_the_images_of_its_rows(runs: Runs, tmp_path: Path) -> None:
     admitted = [line for line in map(json.loads, ledger_lines(run.folder)) if "images" in line]
     assert {tuple(line["images"]) for line in admitted} >= {tuple(r["images"]) for r in rollouts if "images" in r}
     assert "vision_config" in json.loads((run.folder / "hf" / "config.json").read_text())
+
+
+def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None:
+    """The rows' own images, images from the environment, and turns and rollouts without any."""
+    folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
+    rows, _ = find_square.rows(0, 0)
+    lines = [encoded(row) for row in rows[:12]]
+    for line in lines[::2]:
+        line["image"] = None
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    keys = {**PICTURES, "task__path": tmp_path / "rows.jsonl", "model__hf_assets_path": folder}
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
+    check_turns(run, gap=1e-5)
+    rollouts = run.lines("rollouts.jsonl")
+    counts = {tuple(len(turn.get("images", [])) for turn in line["turns"]) for line in rollouts}
+    assert {sum(each) for each in counts} >= {0, 1, 2, 3}
+    assert any(each[1] for each in counts)
+    shown = run_data(run.folder, sample_bytes=10**7)
+    named = [m for g in shown["groups"] for s in g["samples"] for m in s.get("messages", ()) if m.get("images")]
+    assert named
+    assert all(set(message["images"]) <= shown["images"].keys() for message in named)
+
+
+PICTURES: dict[str, Any] = {
+    "task__name": "jsonl",
+    "task__images_key": "image",
+    "environment__name": "picture_turns:Pictures",
+    "environment__processes": 1,
+    "cold_start__steps": 0,
+    "cold_start__stop_at": 0,
+    "rollout__groups_per_step": 6,
+    "training__steps": 2,
+    "eval__size": 0,
+}
+
+
+def encoded(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"}
+
+
+def check_turns(run: RunFiles, *, gap: float) -> None:
+    """Check that both sides computed the same after the images, and that the records agree on them."""
+    steps = run.lines("metrics.jsonl")
+    assert all(line["logprob_gap/mean"] < gap for line in steps)
+    assert all(0 < line["logprob_gap/image"] < gap for line in steps)
+    assert audit(run.folder)[0] == []
+    placeholders = placeholders_of(str(run.folder / "hf"))
+    kept = {path.name for path in (run.folder / IMAGES).iterdir()}
+    turns = [event for event in map(json.loads, ledger_lines(run.folder)) if event["event"] == "turn"]
+    recorded = {(e["prompt"], e["sample"], e["turn"]): e.get("images", []) for e in turns}
+    for line in run.lines("rollouts.jsonl"):
+        at = 0
+        for turn in line["turns"]:
+            images = turn.get("images", [])
+            assert images == recorded[line["prompt_id"], line["sample"], turn["turn"]]
+            assert set(images) <= kept
+            read, end = line["tokens"][at : at + turn["read"]], at + turn["read"] + turn["sampled"]
+            assert read.count(placeholders.token) == placeholders.run * len(images)
+            assert line["mask"][at:end] == [0] * turn["read"] + [1] * turn["sampled"]
+            at = end
 
 
 def ledger_lines(folder: Path) -> list[str]:

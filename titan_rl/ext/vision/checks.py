@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from titan_rl.config.sections import Config
+from titan_rl.ext.vision.row_checks import blind_problems
 from titan_rl.preflight.refusal import problem
 from titan_rl.wire.model_shape import ModelShape
 
@@ -27,6 +28,8 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
             found = p.context_parallel_degree
             why = "as the places of images are in whole rows"
             yield f"{mesh}.context_parallel_degree: expected 1, {why}, found {found}"
+    if config.environment.name:
+        yield from blind_problems(config, f"for images of {config.environment.name}")
     if config.generator.quantization != "none":
         yield wrong("generator.quantization", '"none", because it would round the vision tower too')
     if config.generator.drafts != "none":

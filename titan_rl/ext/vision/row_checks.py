@@ -16,6 +16,16 @@ def image_problems(config: Config, examples: Sequence[Example], tokenizer: TextT
     if config.model.vision == "none":
         yield problem(config, "model.vision", f'"frozen" {where}')
         return
+    if not config.environment.name:
+        yield from blind_problems(config, where)
+    try:
+        image_text(tokenizer.folder, [(image.width, image.height) for each in examples for image in each.images])
+    except ValueError as error:
+        yield str(error)
+
+
+def blind_problems(config: Config, where: str) -> Iterator[str]:
+    """Yield what a run uses that reads no images. `where`: the images."""
     unsupported = (
         ("record.batches", config.record.batches, "without kept batches,"),
         ("algorithm.name", config.algorithm.kind in ("preference", "reward"), "that reads no pairs,"),
@@ -27,7 +37,3 @@ def image_problems(config: Config, examples: Sequence[Example], tokenizer: TextT
     for role in ("reward_model", "critic"):  # checks.py refuses a teacher
         if role in config.roles:
             yield f"{role}: expected none {where}, found one, and only the policy and its reference read images"
-    try:
-        image_text(tokenizer.folder, [(image.width, image.height) for each in examples for image in each.images])
-    except ValueError as error:
-        yield str(error)

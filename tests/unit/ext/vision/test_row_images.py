@@ -21,7 +21,7 @@ from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.task import load_task
 from titan_rl.tools import look
 from titan_rl.tools.view.run_data import run_data
-from titan_rl.wire.types import IMAGES, Branch, Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.types import IMAGES, Branch, Completion, Group, ImagePlace, Prompt, Rollout, Turn
 
 
 def drawn(seed: int, size: tuple[int, int] = (8, 6), kind: str = "PNG", **more: Any) -> bytes:
