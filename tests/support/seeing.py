@@ -31,8 +31,8 @@ def cases(folder: Path, images: Sequence[str]) -> list[Case]:
 
 
 def sampled_placeholders(folder: Path, first: Case, second: Case) -> Case:
-    """Return a context of two turns with an image each, in which the policy sampled as many placeholders as an image
-    has."""
+    """Return a context of two turns with an image each, in which the policy sampled a run of placeholders as long
+    as an image's."""
     placeholders = placeholders_of(str(folder))
     tokens = [*first["tokens"], *[placeholders.token] * placeholders.run, 9]
     (name, begin), *_ = second["images"]

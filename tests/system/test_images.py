@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.running import RunFiles, Runs
 from titan_rl.ext.vision import find_square, tiny_folder
 from titan_rl.ext.vision.pixels import placeholders_of
@@ -17,6 +19,11 @@ from titan_rl.wire.types import IMAGES
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -82,6 +89,36 @@ def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None
     named = [m for g in shown["groups"] for s in g["samples"] for m in s.get("messages", ()) if m.get("images")]
     assert named
     assert all(set(message["images"]) <= shown["images"].keys() for message in named)
+
+
+@pytest.mark.slow
+def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_path: Path) -> None:
+    """Half of a picture ends its rollout by name. A resumed run has the images of the first one."""
+    folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
+    rows, _ = find_square.rows(0, 0)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(encoded(row)) for row in rows[:12]))
+    keys = {
+        **PICTURES,
+        "environment__name": "picture_turns:Torn",
+        "environment__processes": 2,
+        "task__path": tmp_path / "rows.jsonl",
+        "task__template": "chat",
+        "task__chat_template": TURNS,
+        "model__hf_assets_path": folder,
+        "rollout__max_staleness_steps": 1,
+        "training__mixed_precision_param": "bfloat16",
+        "generator__dtype": "bfloat16",
+    }
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **{**keys, "training__steps": 4})
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3, 4]
+    check_turns(run, gap=0.1)
+    rollouts = run.lines("rollouts.jsonl")
+    failed = [line for line in rollouts if line["status"] == "error"]
+    assert failed
+    assert all("ValueError: part 1 of message 1: expected a whole PNG" in line["error"] for line in failed)
+    assert all(line["reward"] is None for line in failed)
+    assert max(len(turn.get("images", [])) for line in rollouts for turn in line["turns"][1:]) == 1
 
 
 PICTURES: dict[str, Any] = {

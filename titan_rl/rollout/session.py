@@ -47,7 +47,7 @@ Answered = Callable[[tuple[int, int], Turn], None]
 class GrowingBranch:
     seat: str = ""
     tokens: list[int] = field(default_factory=list)  # read and sampled
-    images: Images = ()  # of the tokens
+    images: Images = ()  # among the tokens
     turns: list[Turn] = field(default_factory=list)
     checksum: int = 0  # CRC of the tokens, if turns are recorded
     sampling: bool = False  # its next turn is being sampled

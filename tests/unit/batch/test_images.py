@@ -18,7 +18,7 @@ Case = tuple[list[Sample], int, int]  # samples, shards, rows per microbatch
 
 def drawn(seed: int) -> Case:
     """Return groups of samples, some of whose prompts have equal tokens and different images. Some have a second turn,
-    which an image may begin, and some sampled as many placeholders as an image has."""
+    which an image may begin, and some sampled the run of placeholders that an image has."""
     rng = np.random.default_rng(seed)
     samples = list[Sample]()
     for group in range(rng.integers(1, 7)):

@@ -13,7 +13,7 @@ from titan_rl.rollout.player import Play
 from titan_rl.rollout.session import Images, RolloutSession, SessionLimits
 from titan_rl.wire.seeds import sample_seed, turn_seed
 from titan_rl.wire.sessions import ContextOverflow, Outcome, Session, SessionOver, TokensSpent, TurnsSpent
-from titan_rl.wire.types import Completion, Rollout
+from titan_rl.wire.types import Completion, ImagePlace, Rollout
 
 
 class Wandering:
@@ -139,6 +139,26 @@ def test_of_several_branches_the_longest_continues() -> None:
         return [[turn.context for turn in branch.turns] for branch in session.branches()]
 
     assert asyncio.run(body()) == [[PROMPT.tokens], [PROMPT.tokens, [TOOL]]]
+
+
+def test_a_context_of_equal_tokens_and_another_image_begins_a_branch() -> None:
+    """Each branch has the images of its contexts, in the turns in which they came."""
+    first, second, later = ImagePlace("a" * 64, 1), ImagePlace("b" * 64, 1), ImagePlace("c" * 64, 3)
+    asked = list[Images]()
+
+    async def ask(turn: int, context: list[int], most: int, seat: str, images: Images) -> Completion:
+        asked.append(images)
+        return Completion([10], [-0.5], [0], "stop")
+
+    async def body() -> list[list[Images]]:
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        await session.sample([1, TOOL], images=[first])
+        await session.sample([1, TOOL, 10, TOOL], images=[second, later])
+        await session.sample([1, TOOL, 10, TOOL], images=[first, later])
+        return [[turn.images for turn in branch.turns] for branch in session.branches()]
+
+    assert asyncio.run(body()) == [[(first,), (later,)], [(second, later)]]
+    assert asked == [(first,), (second, later), (first, later)]
 
 
 @pytest.mark.parametrize(

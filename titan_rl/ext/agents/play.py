@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
     logprobs: Sequence[float] = ()  # if they were asked for
 
 
-class Asks(Protocol):
+class SamplesTurn(Protocol):
     async def __call__(
         self, kept: int, new: list[int], most: int | None, /, *, images: tuple[ImagePlace, ...] = ()
     ) -> Sampled:
@@ -55,7 +55,7 @@ class Policy:
         prompt: Prompt,
         renderer: Renderer,
         limits: Limits,
-        ask: Asks,
+        ask: SamplesTurn,
         note: Callable[[Message], None] | None = None,
     ) -> None:
         """`note` is called with each message of the conversation after the prompt."""

@@ -41,7 +41,7 @@ class RecordedTurn(NamedTuple):
     digest: int
     seat: str = ""  # the player
     opponent: str = ""  # who plays it in place of the policy
-    images: Sequence[str] = ()  # names of those that came with it
+    images: Sequence[str] = ()  # names; they came with it
 
 
 @dataclass(slots=True)

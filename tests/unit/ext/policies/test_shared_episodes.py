@@ -106,6 +106,7 @@ def problems_with(tmp_path: Path, more: str) -> list[str]:
         ("", ""),
         ("[policies.second.training]\nsteps = 9\n", "training.steps: expected the same for all policies"),
         ("[policies.second.rollout]\ngroup_size = 4\n", "rollout: expected the same for all policies"),
+        ('[model]\nvision = "frozen"\n', 'model.vision: expected "none" of a run with [policies]'),
         ("[policies.second.debug]\nseed = 4\n", "debug.seed: expected the same for all policies"),
         ("[policies.first.algorithm]\ndynamic_sampling = true\n", "algorithm.dynamic_sampling: expected none of"),
         ('[environment]\nseats = ["first", "third"]\n', "environment.seats: expected the policies first, second"),

@@ -1,5 +1,6 @@
 """Images that environments show: in the tokens of a turn, in the messages, and in the run's folder."""
 
+import asyncio
 import json
 import random
 from base64 import b64encode
@@ -10,10 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from support.picture_turns import Camera
 from support.played import Played, encoded, playing, prompt_of
 from titan_rl.ext.agents.adapters import Conversation, plain
 from titan_rl.ext.agents.conversation import ChatText, PlainText
 from titan_rl.ext.agents.episode_news import Contexts
+from titan_rl.ext.agents.episodes import Reply
+from titan_rl.ext.agents.play import answer_to
+from titan_rl.ext.agents.tools import Toolbox, ToolCall
 from titan_rl.ext.vision import tiny_folder
 from titan_rl.ext.vision.find_square import drawn
 from titan_rl.ext.vision.kept_images import name_of
@@ -218,3 +223,18 @@ def test_plain_text_has_the_processors_tokens(folder: Path, shared: tuple[TurnIm
     assert delta.new[:2] == encoded("ab")
     assert delta.new[-1:] == encoded("c")
     assert delta.new[2:-1] == shared[0]._tokens_of((56, 56))
+
+
+def test_a_tool_may_return_an_image(folder: Path, shared: tuple[TurnImages, Path]) -> None:
+    tools = Toolbox([Camera({"seed": 3}).picture])
+    call = ToolCall("picture", {}, "call_1")
+    reply = Reply("", (), "stop", [call], message={"role": "assistant", "content": "", "tool_calls": []})
+    step = asyncio.run(answer_to(Camera, tools, reply, "camera"))
+    renderer = ChatText(TextTokenizer.load(folder, ChatSettings(TEMPLATE)), shared[0])
+    observation = asyncio.run(renderer.named(step.observation))
+    context = [*prompt_of("hello").tokens, renderer.tokenizer.eos]
+    delta = renderer.extend(context, [], observation, tools.schemas)
+    ((name, _),) = delta.images
+    assert delta.kept == len(context)
+    assert (shared[1] / name).is_file()
+    assert tools.metrics()["tools/picture/calls"] == 1

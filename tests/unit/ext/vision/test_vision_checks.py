@@ -9,7 +9,8 @@ from safetensors.numpy import load_file
 
 from support.checked_configs import config
 from titan_rl.config.auto import on_device
-from titan_rl.ext.vision import tiny_folder
+from titan_rl.ext.agents.checks import _check_sight
+from titan_rl.ext.vision import checks, tiny_folder
 from titan_rl.preflight import memory
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.shapes import shape_of
@@ -42,6 +43,34 @@ def test_features_that_do_not_know_images_are_refused(folder: Path, tmp_path: Pa
     found = problems(config(tmp_path, seeing(folder, toml)))
     assert len(found) == bool(problem)
     assert all(each.startswith(problem) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ("[environment]\nname = 'calc'\n[task]\nname = 'calc'", ""),
+        (
+            "[environment]\nname = 'gymnasium:FrozenLake-v1'",
+            "environment.name: expected a class or a function of yours",
+        ),
+        ("[task]\nagent = 'titan_rl.ext.agents.calc_agent:solve'", 'task.agent: expected "" with model.vision'),
+        (
+            "[environment]\nname = 'x:y'\nseats = ['a', 'b']\n[environment.endpoints.b]\nurl = 'http://h/v1'",
+            "none with",
+        ),
+        (
+            "[environment]\nname = 'calc'\n[task]\nname = 'calc'\n[record]\nbatches = 2",
+            "record.batches: expected a run",
+        ),
+    ],
+)
+def test_environments_that_do_not_know_images_are_refused(
+    folder: Path, tmp_path: Path, toml: str, problem: str
+) -> None:
+    seen = config(tmp_path, seeing(folder, toml))
+    found = [*_check_sight(seen), *checks.problems(seen, shape_of(seen.model), "cpu")]
+    assert len(found) == bool(problem)
+    assert all(problem in each for each in found)
 
 
 def test_engines_on_gpus_keep_their_tower(folder: Path, tmp_path: Path) -> None:
