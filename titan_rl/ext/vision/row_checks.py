@@ -28,6 +28,7 @@ def blind_problems(config: Config, where: str) -> Iterator[str]:
     """Yield what a run uses that reads no images. `where`: the images."""
     unsupported = (
         ("record.batches", config.record.batches, "without kept batches,"),
+        ("algorithm.teacher_context", config.algorithm.teacher_context, "whose teacher reads the policy's prompt,"),
         ("algorithm.name", config.algorithm.kind in ("preference", "reward"), "that reads no pairs,"),
     )
     for key, used, needed in unsupported:

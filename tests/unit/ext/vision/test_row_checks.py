@@ -36,6 +36,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextTokenizer:
             "record.batches: expected a run without kept",
         ),
         (
+            replace(SEEING, algorithm=preset("sdpo")),
+            "algorithm.teacher_context: expected a run whose",
+        ),
+        (
             replace(SEEING, algorithm=preset("dpo")),
             "algorithm.name: expected a run that reads",
         ),
