@@ -16,7 +16,7 @@ Parts = list[dict[str, Any]]
 class Pictures(FindSquare):
     """Shows pictures in all ways that there are, from the first turn on."""
 
-    def reset(self, answer: str, row: Mapping[str, Any]) -> Parts | str:
+    def reset(self, answer: str, row: Mapping[str, Any]) -> Any:
         super().reset(answer, row)
         kind = row["seed"] % 3
         self._silent = kind == 0

@@ -112,5 +112,5 @@ def test_rollouts_pass_the_images_of_their_prompt_on() -> None:
     groups = [Group(prompt, rollouts), Group(replace(prompt, id=1, images=()), [blind])]
     samples = samples_of(groups, AlgorithmSection())
     assert [sample.images for sample in samples] == [(first,), (first, second), ()]
-    assert [sample.mask.tolist() for sample in samples] == [[0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 1]]
-    assert [sample.columns["image"].tolist() for sample in samples] == [[1] * 3, [1] * 5, [0] * 3]
+    assert [np.asarray(sample.mask).tolist() for sample in samples] == [[0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 1]]
+    assert [np.asarray(sample.columns["image"]).tolist() for sample in samples] == [[1] * 3, [1] * 5, [0] * 3]

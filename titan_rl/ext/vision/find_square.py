@@ -35,7 +35,7 @@ def rows(seed: int, eval_size: int) -> tuple[Rows, Rows]:
 class FindSquare:
     """Moves the square, or not, by the row's seed: all rollouts of a group see the same."""
 
-    def reset(self, answer: str, row: Mapping[str, Any]) -> None:
+    def reset(self, answer: str, row: Mapping[str, Any]) -> Any:
         self._quarter, self._chance = answer, random.Random(row["seed"])
         self._turns = 0
 
