@@ -36,11 +36,15 @@ class Pictures(FindSquare):
 
 
 class Torn(FindSquare):
-    """Shows half of a picture's file after a turn of some rows."""
+    """Shows half of a picture's file in some rollouts of a group."""
+
+    def reset(self, answer: str, row: Mapping[str, Any], seed: int = 0) -> None:
+        super().reset(answer, row)
+        self._torn = random.Random(seed).random() < 0.3
 
     def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         found = super().step(reply)
-        if self._chance.random() < 0.3 and isinstance(found[0], list):
+        if self._torn and isinstance(found[0], list):
             found[0][0]["image"] = found[0][0]["image"][:99]
         return found
 

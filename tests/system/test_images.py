@@ -106,13 +106,14 @@ def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_pa
         "task__chat_template": TURNS,
         "model__hf_assets_path": folder,
         "rollout__max_staleness_steps": 1,
+        "optimizer__lr": 1e-6,  # what differs is rounding, not a version
         "training__mixed_precision_param": "bfloat16",
         "generator__dtype": "bfloat16",
     }
     run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
     run = runs.finish(tmp_path / "run", "count_squares", small=False, **{**keys, "training__steps": 4})
     assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3, 4]
-    check_turns(run, gap=0.1)
+    check_turns(run, gap=0.03)
     rollouts = run.lines("rollouts.jsonl")
     failed = [line for line in rollouts if line["status"] == "error"]
     assert failed
