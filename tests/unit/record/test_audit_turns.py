@@ -115,6 +115,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
         put("tokens", 33, tool=False),
         "the engine sampled other tokens or versions in turn 0",
     ),
+    "a turn's image changed": (
+        rollouts(lambda r: first(r)["turns"][1].update(images=["a" * 64])),
+        "turn 1 came with other images than in the ledger",
+    ),
     "a turn missing": (
         rollouts(lambda r: first(r)["turns"].pop()),
         "it has the turns [0, 1], the ledger [0, 1, 2]",
