@@ -202,7 +202,7 @@ class Player:
             turn: int, tokens: list[int], max_tokens: int, seat: str, images: tuple[ImagePlace, ...]
         ) -> Completion:
             player, own = guests.get(seat, (self, play))
-            opponent = None if guests else play.cast.get(seat)
+            opponent = play.cast.get(seat) if own is play else None
             return await player._sample(own, name, turn, tokens, max_tokens, opponent, images)
 
         def answered(read: tuple[int, int], turn: Turn) -> None:
