@@ -93,10 +93,10 @@ def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_path: Path) -> None:
-    """Half of a picture ends its rollout by name. A resumed run has the images of the first one."""
+    """No row has an image. Half of a picture ends its rollout by name. A resumed run continues."""
     folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
     rows, _ = find_square.rows(0, 0)
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(encoded(row)) for row in rows[:12]))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"image": None}) for row in rows[:12]))
     keys = {
         **PICTURES,
         "environment__name": "picture_turns:Torn",
@@ -110,7 +110,8 @@ def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_pa
         "training__mixed_precision_param": "bfloat16",
         "generator__dtype": "bfloat16",
     }
-    run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
+    begun = runs.start(tmp_path / "run", "count_squares", small=False, **keys)
+    assert "the model sees: another image changes a log-prob" in begun.finish()
     run = runs.finish(tmp_path / "run", "count_squares", small=False, **{**keys, "training__steps": 4})
     assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3, 4]
     check_turns(run, gap=0.03)

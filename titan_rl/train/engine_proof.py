@@ -16,8 +16,9 @@ import numpy as np
 from titan_rl.config.sections import Config
 from titan_rl.preflight.plan import Setup
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.parts import needed_part
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Completion, Generates, ImagePlace, Request, Sample, Sampling
+from titan_rl.wire.types import IMAGES, Completion, Generates, ImagePlace, Request, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference, by dtype. Sound engines: below 1e-5 in float32, 3e-3 to 3e-2 in 16 bits."""
@@ -52,11 +53,17 @@ def tolerance_of(config: Config) -> float:
 async def sample_continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
     """Let every replica continue a prompt of the task. It begins with EOS, as no other prompt does, so that no other
     prompt finds it in the prefix cache: a resumed run must stay equal to one that was not interrupted. A prompt with
-    images is whole, and a short one, if any of the first rows has some."""
+    images is whole, and a short one, if any of the first rows has some. Where only an environment shows images, a drawn
+    one comes first."""
     config, task, tokenizer = setup.config, setup.task, setup.tokenizer
     room = min(config.generator.max_model_len or config.training.seq_len, config.training.seq_len)
     examples = [example for example in task.known[:MOST_READ] if example.images] or (task.train or task.heldout)[:1]
     first = min((task.prompt(e, 0, tokenizer) for e in examples), key=lambda prompt: len(prompt.tokens))
+    if config.model.vision != "none" and config.environment.name and not first.images:
+        picture = needed_part("pictures of proofs", "model.vision")
+        seen = await asyncio.to_thread(picture, first, setup.model_folder, setup.folder / IMAGES)
+        if len(seen.tokens) + 1 + NEW_TOKENS <= room:
+            first = seen
     most = len(first.tokens) + 1 if first.images else min(PROMPT_TOKENS, room - NEW_TOKENS)
     prompt = [tokenizer.eos, *first.tokens][: max(1, most)]
     images = tuple(ImagePlace(name, 1 + begin) for name, begin in first.images)

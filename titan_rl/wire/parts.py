@@ -52,6 +52,7 @@ PARTS = {
     "Parquet files": "ext.parquet.parquet_rows:parquet_rows",
     "opponents": "ext.opponents.opponents:Opponents",
     "parameters of adapters": "ext.adapters.live_adapters:live_adapters",
+    "pictures of proofs": "ext.vision.sight:with_picture",
     "plan of a run": "ext.run_plan.plan:run_plan",
     "pretrained models": "tools.fetch.models:model_folder",
     "prometheus": "ext.prometheus.scrape:scraped",

@@ -5,6 +5,7 @@ prompt, answer, its negative ── log-probs ──┴── differ, by the tra
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -13,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.ext.vision.image_tokens import image_text
 from titan_rl.ext.vision.kept_images import write_image
+from titan_rl.ext.vision.squares import MOST, SIDE, drawn
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import ImagePlace, Request, Sample, Sampling, names_of
+from titan_rl.wire.types import ImagePlace, Prompt, Request, Sample, Sampling, names_of
 
 LEAST = 1e-5  # largest change of a log-prob that a blind model may show by rounding
+MOST_READ = 16  # tokens of a prompt after a drawn picture
 Scores = Callable[[Sequence[Sample]], Awaitable[Sequence[np.ndarray]]]
 
 
@@ -75,6 +79,15 @@ async def _scored(generators: Any, sample: Sample, images: tuple[ImagePlace, ...
     request = Request(f"sight-{images[0].name}", [*sample.tokens], [0], sampling, images=images)
     (completion,) = await generators.generate(request)
     return np.array([score.logprob for score in completion.context])
+
+
+def with_picture(prompt: Prompt, folder: Path, directory: Path) -> Prompt:
+    """Return the beginning of a prompt after a drawn picture. `folder`: the model's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name = write_image(directory, drawn(MOST, random.Random(0)))
+    size = SIDE, SIDE
+    tokens = image_text(folder, [size]).tokens[size]
+    return replace(prompt, tokens=[*tokens, *prompt.tokens[:MOST_READ]], images=(ImagePlace(name, 0),))
 
 
 def write_negative(directory: Path, name: str) -> str:

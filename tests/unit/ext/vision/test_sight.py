@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 
 from support.images import draw_image
-from titan_rl.ext.vision.sight import Sight, write_negative
+from titan_rl.ext.vision import image_tokens
+from titan_rl.ext.vision.image_tokens import ImageText
+from titan_rl.ext.vision.sight import Sight, with_picture, write_negative
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Completion, ContextScore, ImagePlace, Request, Sample
+from titan_rl.wire.types import Completion, ContextScore, ImagePlace, Prompt, Request, Sample
 
 PROMPT, ANSWER = [2, 50, 50, 9], [4, 5, 2]
 
@@ -74,6 +76,15 @@ def test_sides_that_see_other_pixels_end_the_run(tmp_path: Path) -> None:
 def test_a_prompt_without_an_image_proves_nothing(tmp_path: Path) -> None:
     sight = Sight(Continuation(PROMPT, Completion(ANSWER, [-1.0] * 3, [0] * 3, "stop")), tmp_path)
     assert "nothing proves" in asyncio.run(sight.proven(None, None))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_prompt_without_an_image_may_follow_a_drawn_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ImageText("<image>", 50, {(56, 56): [3, 50, 50, 3]})
+    monkeypatch.setitem(image_tokens._known, str(tmp_path), known)
+    prompt = with_picture(Prompt(0, "?", [1, 9], ""), tmp_path, tmp_path / "images")
+    ((name, begin),) = prompt.images
+    assert (begin, prompt.tokens) == (0, [3, 50, 50, 3, 1, 9])
+    assert Image.open(tmp_path / "images" / name).size == (56, 56)
 
 
 def test_a_negative_has_the_size_of_the_image(tmp_path: Path) -> None:
