@@ -16,7 +16,7 @@ from titan_rl.ext.agents.episode_news import PROMPT, Contexts
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits
 from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.ext.agents.play import Sampled
-from titan_rl.rollout.session import RolloutSession, SessionLimits
+from titan_rl.rollout.session import Images, RolloutSession, SessionLimits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, TextTokenizer
@@ -74,7 +74,7 @@ class AgentRollout:
         self._contexts.close(line, turn, completion.tokens)
         return Sampled(completion.tokens, completion.finish, turn, completion.logprobs if logprobs else ())
 
-    async def _complete(self, turn: int, context: list[int], most: int, seat: str) -> Completion:
+    async def _complete(self, turn: int, context: list[int], most: int, seat: str, images: Images) -> Completion:
         await asyncio.sleep(0)
         said = self._answers(context)
         tokens = said[:most]
