@@ -1,6 +1,7 @@
 # An image with titan_rl and its engines. From the root of the repository, for CPUs or for NVIDIA GPUs:
-#   docker build -t titan_rl:cpu .
+#   docker build -t titan_rl:cpu --build-arg ENGINE=cpu .
 #   docker build -t titan_rl:cuda --build-arg ENGINE=cuda .
+# Debian 12's buildah and podman do not find the stage of a FROM by the argument's default: name the engine.
 # A run, whose folder is made in the current one (docs/clusters.md has more):
 #   docker run --rm --user "$(id -u)" --shm-size 8g -v "$PWD:/work" titan_rl:cpu --config grpo_llama
 ARG ENGINE=cpu

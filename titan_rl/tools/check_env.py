@@ -253,6 +253,7 @@ def table(rollouts: Sequence["Rollout"]) -> "Table":
 
 def facts(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
     """Yield further facts and problems, one line each."""
+    from titan_rl.preflight.checks.task import chat_warnings
     from titan_rl.preflight.memory import in_flight
 
     config, rollouts = setup.config, rehearsal.rollouts
@@ -261,6 +262,8 @@ def facts(setup: "Setup", rehearsal: Rehearsal) -> Iterator[str]:
     for rollout in rollouts:
         tools.update({k.removeprefix("tools/"): int(v) for k, v in rollout.metrics.items() if k.startswith("tools/")})
     names = sorted({name.partition("/")[0] for name in tools})
+    for warning in chat_warnings(config):
+        yield f"warning    {warning}"
     if names:
         used = [f"{name} {tools[f'{name}/calls']} calls, {tools[f'{name}/failures']} failed" for name in names]
         yield f"tools      {'; '.join(used)}"

@@ -121,6 +121,15 @@ def test_what_is_wrong_is_said_once_each(text: TextTokenizer) -> None:
     assert table(played).row_count == 4
 
 
+def test_tools_that_the_template_does_not_write_are_named_as_a_dry_run_names_them(
+    text: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_rl.preflight.checks.task.chat_warnings", lambda config: ["the policy cannot know add"])
+    setup: Any = SimpleNamespace(config=config_of(parser().parse_args(["hunt"]), []), tokenizer=text)
+    said = list(facts(setup, Rehearsal([rollout()], 1.0, True, None)))
+    assert said[0] == "warning    the policy cannot know add"
+
+
 def test_a_prompt_that_leaves_no_room_for_a_turn_is_named(text: TextTokenizer) -> None:
     config = config_of(parser().parse_args(["hunt"]), [("training.seq_len", "64")])
     setup: Any = SimpleNamespace(config=config, tokenizer=text)

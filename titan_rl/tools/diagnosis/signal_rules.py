@@ -56,14 +56,16 @@ def noise_sampling(run: MetricsHistory) -> RunFinding | None:
     if first <= 2 and entropy > limit and run.reward_level <= HOPELESS and not run.rises:
         cold = run.config.cold_start.steps
         change = Change.of(run.config, "cold_start.steps", max(200, 4 * cold))
+        most = f" of at most {number(math.log(m.vocab_size))}"
         if m.hf_assets_path:
             change = Change(
                 "model.hf_assets_path", "another checkpoint, one that follows instructions", m.hf_assets_path
             )
+            most = ""  # a folder's vocabulary is not in the config
         cut = run["completions/clipped_ratio"].recent()
         return RunFinding(
             "noise_sampling",
-            f"the answers are noise: entropy {number(entropy)} nats of at most {number(math.log(m.vocab_size))}"
+            f"the answers are noise: entropy {number(entropy)} nats{most}"
             f" at step {first}, reward {number(reward)}, {percent(cut)} cut off",
             first,
             run.last,

@@ -132,4 +132,5 @@ def works(tried: dict[str, str]) -> str:
 
 
 def space(disk: Disk) -> str:
-    return f"{size(disk.free)} of {size(disk.total)} free" + (f" ({disk.error})" if disk.error else "")
+    reason = disk.error.partition(": '")[0]  # the file that was tried has a random name
+    return f"{size(disk.free)} of {size(disk.total)} free" + (f" ({reason})" if reason else "")

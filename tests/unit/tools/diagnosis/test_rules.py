@@ -311,6 +311,15 @@ def test_random_weights_need_supervised_steps_first() -> None:
     diagnosis = found(metrics(5, GRPO, change=lambda step, line: noise), GRPO)
     assert first(diagnosis) == ("noise_sampling", "cold_start.steps")
     assert len(diagnosis.problems) == 1
+    assert " nats of at most 4.159 at step" in diagnosis.problems[0].text
+
+
+def test_the_most_of_a_folders_entropy_is_not_that_of_the_default_vocabulary() -> None:
+    cfg = config(model__hf_assets_path="folder")
+    noise = {"completions/clipped_ratio": 0.95, "entropy": 3.9} | dead_at(0.0)(0, {})
+    diagnosis = found(metrics(5, cfg, change=lambda step, line: noise), cfg)
+    assert first(diagnosis) == ("noise_sampling", "model.hf_assets_path")
+    assert " nats at step" in diagnosis.problems[0].text
 
 
 def test_engines_that_disagree_are_the_cause_of_the_collapse_that_follows() -> None:

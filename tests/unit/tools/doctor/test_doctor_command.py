@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.tools.doctor.machine_facts import VARIABLES
-from titan_rl.tools.doctor.report_lines import without_home
+from titan_rl.tools.doctor.machine_facts import VARIABLES, Disk
+from titan_rl.tools.doctor.report_lines import space, without_home
 
 ROOT = Path(__file__).parents[4]
 BARE = (
@@ -36,6 +36,12 @@ def test_the_screen_of_this_machine() -> None:
     labels = [line.split(" ")[0] for line in done.stdout.splitlines() if line[:1].strip()]
     assert labels[:7] == ["titan_rl", "titan_rl", "python", "engines", "packages", "cpu", "memory"]
     assert len(done.stdout.splitlines()) < 50
+
+
+def test_a_folder_that_cannot_be_written_is_named_without_the_file_that_was_tried() -> None:
+    denied = "PermissionError: [Errno 13] Permission denied"
+    disk = Disk("/there", 2**30, 2**31, f"{denied}: '/there/tmp1x2y'")
+    assert space(disk) == f"1.0 GiB of 2.0 GiB free ({denied})"
 
 
 def test_the_json_has_every_fact_and_no_secret() -> None:
