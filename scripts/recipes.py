@@ -157,19 +157,24 @@ def page() -> str:
     for story, names in STORIES.items():
         lines += [f"## {story}", ""]
         lines += [f"- `{name}`: {described(name)}" + ("" if name in runs else " (no kept run)") for name in names]
-        rows = [cells(name, measure, found) for name in names for measure, found in runs.get(name, {}).items()]
-        if rows:
-            columns = ("config", "measure", "before", "after", "curve", "seeds", "seconds (load)")
-            columns += ("machine, commit", "audit", "causes")
-            lines += ["", table_line(columns), table_line(["---"] * len(columns)), *map(table_line, rows)]
-        lines += [""]
+        lines += [*table_of(names, runs), ""]
     lines += ["## Variants", "", "Tables of `train_configs/variants.toml`: a few keys over another config.", ""]
     lines += [table_line(["`--config`", "over", "shows"]), table_line(["---"] * 3)]
     lines += [table_line([f"`{name}`", f"`{table['base']}`", described(name)]) for name, table in variants().items()]
+    lines += table_of([*variants()], runs)
     lines += ["", "## GPUs", "", "Planned, never run on the hardware that they are for. `--dry-run` and `--scale tiny`"]
     lines += ["check them anywhere, `titan_rl plan` sizes them.", ""]
     lines += [f"- `{name}`: {described(name)}" for name in planned()]
     return "\n".join(lines) + "\n"
+
+
+def table_of(names: Sequence[str], runs: Mapping[str, Mapping[str, Runs]]) -> list[str]:
+    """Return the lines of a table of these configs' runs; none without a run."""
+    rows = [cells(name, measure, found) for name in names for measure, found in runs.get(name, {}).items()]
+    columns = ("config", "measure", "before", "after", "curve", "seeds", "seconds (load)")
+    columns += ("machine, commit", "audit", "causes")
+    head = ["", table_line(columns), table_line(["---"] * len(columns))]
+    return [*head, *map(table_line, rows)] if rows else []
 
 
 def described(name: str) -> str:

@@ -2,43 +2,32 @@
 
     task.name = "titan_rl.ext.vision.squares:counted"
 
-`shuffled` gives the images to other rows. Then nothing about an answer can be seen, and no model learns to give it.
+`shuffled` gives the images to other rows, and no model learns to answer.
 """
 
 import random
-from io import BytesIO
-from typing import Any
 
-SIDE = 56  # pixels on each side of an image
+from titan_rl.ext.vision.drawn import SIDE, Rows, as_png, bright, drawn_rows, with_others_images
+
 CELLS = 4  # on each side; a cell has one square, or none
 CELL = SIDE // CELLS
 LEAST, MOST = 1, 6  # squares
 SMALLEST = 8  # pixels on each side of a square
-DARKEST = 128  # color of a square; the background is black
-TRAINING = 2_000
-
-Rows = list[dict[str, Any]]
 
 
 def counted(seed: int, eval_size: int) -> tuple[Rows, Rows]:
     """Return rows to train on and to evaluate on."""
-    chance, rows = random.Random(seed), Rows()
-    for _ in range(TRAINING + eval_size):
-        count = chance.randint(LEAST, MOST)
-        image = drawn(count, chance)
-        rows.append({"question": "squares?", "answer": str(count), "image": image})
-    return rows[eval_size:], rows[:eval_size]
+    return drawn_rows("squares?", _some, seed, eval_size)
 
 
 def shuffled(seed: int, eval_size: int) -> tuple[Rows, Rows]:
     """Return the rows with the images of other rows."""
-    train, heldout = counted(seed, eval_size)
-    for rows in (train, heldout):
-        images = [row["image"] for row in rows]
-        random.Random(seed).shuffle(images)
-        for row, image in zip(rows, images, strict=True):
-            row["image"] = image
-    return train, heldout
+    return with_others_images(counted(seed, eval_size), seed)
+
+
+def _some(chance: random.Random) -> tuple[str, bytes]:
+    count = chance.randint(LEAST, MOST)
+    return str(count), drawn(count, chance)
 
 
 def drawn(count: int, chance: random.Random) -> bytes:
@@ -53,8 +42,5 @@ def drawn(count: int, chance: random.Random) -> bytes:
         most = CELL - side - 1  # squares of neighbouring cells do not touch
         left = column * CELL + chance.randint(1, most)
         top = row * CELL + chance.randint(1, most)
-        color = tuple(chance.randint(DARKEST, 255) for _ in range(3))
-        draw.rectangle((left, top, left + side - 1, top + side - 1), fill=color)
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+        draw.rectangle((left, top, left + side - 1, top + side - 1), fill=bright(chance))
+    return as_png(image)
