@@ -20,8 +20,9 @@ SEGMENTS = {  # left, top, right and bottom, in halves of a digit's height
     "g": (0, 1, 1, 1),
 }
 DIGITS = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
-SHORTEST, LONGEST = 14, 20  # pixels of a segment
+SHORTEST, LONGEST = 15, 19  # pixels of a segment
 THICK = 5  # pixels
+FARTHEST = 4  # pixels from the middle, in each direction
 
 
 def read(seed: int, eval_size: int) -> tuple[Rows, Rows]:
@@ -46,8 +47,8 @@ def drawn(digit: int, chance: random.Random) -> bytes:
     image = Image.new("RGB", (SIDE, SIDE))
     draw = ImageDraw.Draw(image)
     length, color = chance.randint(SHORTEST, LONGEST), bright(chance)
-    x = chance.randint(1, SIDE - length - THICK - 1)
-    y = chance.randint(1, SIDE - 2 * length - THICK - 1)
+    x = (SIDE - length - THICK) // 2 + chance.randint(-FARTHEST, FARTHEST)
+    y = (SIDE - 2 * length - THICK) // 2 + chance.randint(-FARTHEST, FARTHEST)
     for name in DIGITS[digit]:
         left, top, right, bottom = (length * place for place in SEGMENTS[name])
         draw.rectangle((x + left, y + top, x + right + THICK - 1, y + bottom + THICK - 1), fill=color)
