@@ -12,12 +12,12 @@ from titan_rl.preflight.added_parameters import trained_parameters, with_adapter
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts, on_cpu, on_gpus, saved_bytes
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.preflight.unfit_rows import first_unfit, fits, unfit_rows
+from titan_rl.preflight.unfit_rows import first_unfit, fits, image_problems, unfit_rows
 from titan_rl.record.lines import must_write
 from titan_rl.record.missing_records import RunRecords
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
-from titan_rl.tasks.examples import EndlessExamples, Example, RowImage
+from titan_rl.tasks.examples import BadRows, EndlessExamples, Example, RowImage
 from titan_rl.tasks.judging import REWARD_ATTEMPTS, RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.rubric import Rubric
@@ -121,6 +121,8 @@ def prepare(
     judge = judges.judge(rubric)
 
     def problems(examples: Sequence[Example]) -> Problems:
+        if refused := image_problems(config, examples, tokenizer):
+            raise BadRows(refused, config.task.eval_path)
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
         return Problems(prompts, judge, policy.sampling, attempts=REWARD_ATTEMPTS, parallel=judges.parallel)
 
@@ -180,6 +182,12 @@ def prepare(
     )
 
 
+def keep_images(setup: Setup) -> None:
+    """Write the images of all rows where engines and trainers read them."""
+    if setup.images:
+        needed_part("images kept", "task.images_key")(setup.images, setup.folder / IMAGES)
+
+
 def _distinct(examples: Iterable[Example]) -> tuple[RowImage, ...]:
     found = dict[str, RowImage]()
     for example in examples:
@@ -200,8 +208,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
     with must_write(folder):
         identify(folder)
-        if setup.images:
-            needed_part("images kept", "task.images_key")(setup.images, folder / IMAGES)
+        keep_images(setup)
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)

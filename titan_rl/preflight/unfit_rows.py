@@ -1,4 +1,4 @@
-"""Rows that a run cannot use, because they are too long or empty.
+"""Rows that a run cannot use, because they are too long or empty, or have images that it cannot read.
 
 The optional part row_lengths measures them. Without it no row is refused before the run: the engines refuse a prompt
 that does not fit, and packing a sample.
@@ -11,7 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.tasks.examples import MOST_NAMED, Example
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.parts import part
+from titan_rl.wire.parts import needed_part, part
 
 Unfit = Mapping[int, str]
 """Indices of examples, and why the run cannot use them."""
@@ -21,6 +21,12 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[Un
     """Return the unfit training examples and held-out examples. Raise BadRows with rows that cannot even be read."""
     measured = part("row lengths")
     return measured(config, task, tokenizer) if measured else ({}, {})
+
+
+def image_problems(config: Config, examples: Sequence[Example], tokenizer: TextTokenizer) -> list[str]:
+    """Return why the images of examples cannot be read. The processor is asked about all of them at once."""
+    seen = [example for example in examples if example.images]
+    return [*needed_part("checks of images", "task.images_key")(config, seen, tokenizer)] if seen else []
 
 
 def fits(config: Config, task: Task, tokenizer: TextTokenizer) -> Callable[[Example], bool]:

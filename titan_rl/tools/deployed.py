@@ -133,7 +133,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
 
 def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     """Plan a deployment. Only the parts that it needs are checked: sets, their rewards, GPUs."""
-    from titan_rl.preflight.plan import prepare
+    from titan_rl.preflight.plan import keep_images, prepare
     from titan_rl.wire.gpus import NO_GPUS, found_gpus
 
     try:
@@ -148,9 +148,10 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     if gpus.count and needed > gpus.count:
         raise UsageError(f"generator.replicas: expected at most {gpus.count} GPUs for the generators, found {needed}")
     try:
-        return prepare(
-            str(folder), config, device="cuda" if gpus.count else "cpu", scratch=scratch / "model", gpus=gpus
-        )
+        device = "cuda" if gpus.count else "cpu"
+        setup = prepare(str(folder), config, device=device, scratch=scratch / "model", gpus=gpus)
+        keep_images(setup)
+        return setup
     except (OSError, ValueError) as error:
         raise UsageError("; ".join(str(error).splitlines())) from error
 
@@ -179,7 +180,12 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
     return replace(
         config,
         job=replace(config.job, dump_folder=str(scratch / "run"), fresh=False),
-        model=ModelSection(name=shape.family, hf_assets_path=str(folder), head_dtype=config.model.head_dtype),
+        model=ModelSection(
+            name=shape.family,
+            hf_assets_path=str(folder),
+            head_dtype=config.model.head_dtype,
+            vision=config.model.vision,
+        ),
         algorithm=AlgorithmSection(name="sft"),  # has no other models
         cold_start=ColdStartSection(steps=0, stop_at=0.0),
         curriculum=CurriculumSection(),

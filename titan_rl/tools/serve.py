@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError
+from titan_rl.config.toml import ConfigError, as_toml
 from titan_rl.meshes.starter import KINDS
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.tools.deployed import (
@@ -54,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
             return serve_tinker(options, overrides_of(other_arguments))
         chosen = choose(options.target, options.step, options.config, overrides_of(other_arguments))
         config = without_task(chosen.config)
+        if config.model.vision != "none":
+            found = f"{as_toml(config.model.vision)}; --model.vision none serves the text model"
+            raise UsageError(f'model.vision: expected "none", because prompts of clients have no images, found {found}')
         return in_own_network(PROG, config, lambda scratch: serve(chosen, config, options, scratch))
 
 
@@ -92,6 +95,7 @@ def without_task(config: Config) -> Config:
             agent="",
             path="",
             eval_path="",
+            images_key="",
         ),
         environment=replace(config.environment, name=""),
         eval=replace(config.eval, size=0, sets={}, keep_best=""),

@@ -168,9 +168,18 @@ def test_a_reward_model_does_not_judge_its_own_policy() -> None:
 
 def test_a_server_reads_no_data() -> None:
     task = replace(HARD.task, name="jsonl", path="/gone", eval_path="/gone", reward="gone:f", template="chat")
+    task = replace(task, images_key="image")
     config = serve_program.without_task(replace(HARD, task=task))
     assert list(check_evaluation(config)) == []
-    assert (config.task.template, config.task.name) == ("chat", "addition")
+    assert (config.task.template, config.task.name, config.task.images_key) == ("chat", "addition", "")
+
+
+def test_a_server_reads_no_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        serve_program.main([str(run), "--model.vision", "frozen"])
+    assert stop.value.code == 2
+    expected = 'model.vision: expected "none", because prompts of clients have no images, found "frozen"'
+    assert capsys.readouterr().err.count(expected) == 1
 
 
 @pytest.mark.parametrize(

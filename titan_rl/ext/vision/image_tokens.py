@@ -83,7 +83,7 @@ class ImageProcessor:
     def __init__(self, folder: str) -> None:
         from transformers import AutoProcessor
 
-        self._processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._processor: Any = AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         self.token = getattr(self._processor, "image_token", None)
         if not self.token or getattr(self._processor, "image_processor", None) is None:
             raise UnfitProcessor(f"a {type(self._processor).__name__}")

@@ -16,7 +16,7 @@ from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.model import policy_tokenizer
 from titan_rl.preflight.probe import probe, tools_found, untokenized
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.unfit_rows import first_unfit, other_unfit, unfit_rows
+from titan_rl.preflight.unfit_rows import first_unfit, image_problems, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import GYM, BadRows, Example, named, read_source
 from titan_rl.tasks.games import game_of
@@ -202,11 +202,9 @@ def check_row_lengths(config: Config) -> Iterator[str]:
         return
     if config.environment.name and (begun := part("openings of environments")):
         task = replace(task, openings=begun(config, task, tokenizer).by_row)  # check_environment has its problem
-    if seen := [example for example in (*task.known, *task.heldout) if example.images]:
-        refused: list[str] = [*needed_part("checks of images", "task.images_key")(config, seen, tokenizer)]
-        if refused:
-            yield from refused
-            return
+    if refused := image_problems(config, [*task.known, *task.heldout], tokenizer):
+        yield from refused
+        return
     try:
         unfit_by_part = unfit_rows(config, task, tokenizer)
     except BadRows as error:  # rows that the chat template refuses
