@@ -17,6 +17,11 @@ TEXT: dict[str, Any] = {  # a head has 32 numbers, which vLLM's CPU kernels take
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "num_key_value_heads": 2},
 }
+KEYS: dict[str, Any] = {
+    **{"model__vision": "frozen", "task__images_key": "image"},
+    "task__name": "titan_rl.ext.vision.squares:counted",
+}
+"""Keys with which a run counts squares."""
 Case = dict[str, Any]  # "tokens" of a prompt, its "images", an "answer", and its "logprobs"
 
 

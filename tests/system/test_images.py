@@ -1,14 +1,18 @@
-"""A run whose rows have no image, one or two trains on its own samples, and its records name the images."""
+"""A run whose rows have no image, one or two trains on its own samples, whole or by adapters, and its records name the
+images."""
 
 import base64
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
-from support.running import RunFiles, Runs
+from support.running import Run, RunFiles, Runs
 from titan_rl.ext.vision import find_square, tiny_folder
 from titan_rl.ext.vision.pixels import placeholders_of
 from titan_rl.ext.vision.squares import drawn
@@ -26,48 +30,86 @@ TURNS = (
     "{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEPS = 3
+ADAPTERS: dict[str, Any] = {
+    **{"lora__rank": 8, "lora__sync": "adapter", "algorithm__kl_coef": 0.01, "optimizer__lr": 1e-4},
+    **{"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"},
+    **{"rollout__max_staleness_steps": 1, "cold_start__lr": 1e-2, "training__steps": 2},
+}
 
 
-def test_a_run_reads_the_images_of_its_rows(runs: Runs, tmp_path: Path) -> None:
-    folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the keys of a run whose rows have no image, one or two."""
+    folder = tmp_path_factory.mktemp("seeing")
     chance, lines = random.Random(0), list[str]()
     for count in range(8):
         images = [base64.b64encode(drawn(1 + count, chance)).decode() for _ in range(count % 3)]
         parts = [{"type": "image", "image": f"data:image/png;base64,{image}"} for image in images]
         asked = {"role": "user", "content": [*parts, {"type": "text", "text": "squares?"}]}
         lines.append(json.dumps({"question": [asked], "answer": str(1 + count)}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    keys = {
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(lines))
+    return {
         "task__name": "jsonl",
-        "task__path": tmp_path / "rows.jsonl",
-        "task__eval_path": tmp_path / "rows.jsonl",
+        "task__path": rows,
+        "task__eval_path": rows,
         "task__images_key": "",
         "task__template": "chat",
         "task__chat_template": TEMPLATE,
-        "model__hf_assets_path": folder,
+        "model__hf_assets_path": tiny_folder.write_folder(folder / "model", text=tiny_folder.TEXT | TEXT),
+        "cold_start__steps": 2,
+        "rollout__groups_per_step": 4,
+        "training__steps": STEPS,
+        "eval__size": 4,
     }
-    run = runs.finish(
-        tmp_path / "run",
-        "count_squares",
-        small=False,
-        cold_start__steps=2,
-        rollout__groups_per_step=4,
-        training__steps=3,
-        eval__size=4,
-        **keys,
-    )
-    steps = run.lines("metrics.jsonl")
-    assert [line["step"] for line in steps] == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs, keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return runs.finish(tmp_path_factory.mktemp("whole") / "run", "count_squares", small=False, **keys)
+
+
+def test_a_run_reads_the_images_of_its_rows(whole: Run) -> None:
+    steps = whole.lines("metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, STEPS]
     assert all(0 < line["logprob_gap/image"] < 1e-5 for line in steps)
     assert all(line["logprob_gap/mean"] < 1e-5 for line in steps)
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = whole.lines("rollouts.jsonl")
     seen = {len(line.get("images", [])) for line in rollouts}
     assert seen == {0, 1, 2}
-    kept = {path.name for path in (run.folder / IMAGES).iterdir()}
+    kept = {path.name for path in (whole.folder / IMAGES).iterdir()}
     assert {name for line in rollouts for name in line.get("images", [])} <= kept
-    admitted = [line for line in map(json.loads, ledger_lines(run.folder)) if "images" in line]
+    admitted = [line for line in map(json.loads, ledger_lines(whole.folder)) if "images" in line]
     assert {tuple(line["images"]) for line in admitted} >= {tuple(r["images"]) for r in rollouts if "images" in r}
-    assert "vision_config" in json.loads((run.folder / "hf" / "config.json").read_text())
+    assert "vision_config" in json.loads((whole.folder / "hf" / "config.json").read_text())
+
+
+def test_an_evaluation_sees_what_the_run_saw(whole: Run) -> None:
+    found = json.loads(output_of("eval", whole.folder, "--json", "--show", "4"))["sets"]["heldout"]["answers"]
+    said = {answer["prompt_id"]: answer["messages"][-1]["content"] for answer in found}
+    problems = whole.written("evaluation_answers.jsonl")[-1]["problems"]
+    assert said == {each["problem"]: each["answers"][0]["text"] for each in problems}
+
+
+def test_adapters_beside_a_tower_in_16_bits_with_a_lag(runs: Runs, keys: dict[str, Any], tmp_path: Path) -> None:
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **(keys | ADAPTERS))
+    steps = run.lines("metrics.jsonl")
+    assert [line["policy_age/max"] for line in steps] == [0, 1]
+    assert all(0 < line["logprob_gap/image"] < 5e-2 for line in steps)
+    assert steps[0]["kl/k3"] == 0
+    assert "nothing lost, nothing twice" in output_of("audit", run.folder)
+    with safe_open(run.folder / "hf" / "adapter" / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    layers = {name.partition(".layers.")[0] for name in names}
+    assert layers == {"base_model.model.model.text_model"}
+
+
+def output_of(tool: str, *arguments: object) -> str:
+    command = [sys.executable, "-m", "titan_rl", tool, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Adapters of models that are not made of our blocks: engines compute with the trainers' adapters, which are merged
-into an export and resumed."""
+"""Adapters of models that are not made of our blocks, one of which sees: engines compute with the trainers' adapters,
+which are merged into an export and resumed."""
 
 import subprocess
 import sys
@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support import gemma4, muse_glimmer
+from support import gemma4, muse_glimmer, seeing
 from support.folders import tensors_of
 from support.outputs import logprob_gaps
 from support.running import Run, Runs
 from support.slow_cases import slow_except
+from titan_rl.ext.vision import tiny_folder
 
 RANK, ALPHA = 8, 16.0
 KEYS: dict[str, Any] = {
@@ -37,10 +38,18 @@ def gemma(folder: Path) -> Path:
     return gemma4.make_model(folder, keys | {"num_hidden_layers": 2, "layer_types": [gemma4.WINDOW, gemma4.FULL]})
 
 
-MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {  # and how many weights have an adapter
-    "Gemma 4, keys as values in a layer": (gemma, 6 + 7),
-    "Muse Glimmer, with a tower in the folder": (muse_glimmer.make_model, 6 * 8),
+def idefics(folder: Path) -> Path:
+    return tiny_folder.write_folder(folder, text=seeing.TEXT)
+
+
+Model = tuple[Callable[[Path], Path], int, dict[str, Any]]
+"""Writes the folder; how many weights have an adapter; keys."""
+MODELS: dict[str, Model] = {
+    "Gemma 4, keys as values in a layer": (gemma, 6 + 7, {}),
+    "Muse Glimmer, with a tower in the folder": (muse_glimmer.make_model, 6 * 8, {}),
+    "Idefics 3, with images in prompts": (idefics, 7 * 2, seeing.KEYS),
 }
+Made = tuple[Path, int, dict[str, Any]]
 PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that log-probs of trainer and engine differ
     "merged": ({"lora__sync": "merge"}, 1e-4),
     "tensor parallel": (TENSOR_PARALLEL, 1e-4),
@@ -49,28 +58,28 @@ PAIRS: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the most that lo
 
 
 @pytest.fixture(scope="module", params=slow_except(MODELS, 0))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    make, adapted = MODELS[request.param]
-    return make(tmp_path_factory.mktemp("adapted") / "model"), adapted
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    make, adapted, keys = MODELS[request.param]
+    return make(tmp_path_factory.mktemp("adapted") / "model"), adapted, keys
 
 
 @pytest.fixture(scope="module")
-def whole(runs: Runs, model: tuple[Path, int]) -> Run:
+def whole(runs: Runs, model: Made) -> Run:
     """A run whose engines apply the adapters."""
     return adapted_run(runs, model, "whole")
 
 
-def adapted_run(runs: Runs, model: tuple[Path, int], name: str, **keys: Any) -> Run:
-    return runs.finish(model[0].parent / name, model__hf_assets_path=model[0], **(KEYS | keys))
+def adapted_run(runs: Runs, model: Made, name: str, **keys: Any) -> Run:
+    return runs.finish(model[0].parent / name, model__hf_assets_path=model[0], **(KEYS | model[2] | keys))
 
 
-def test_engines_apply_the_adapters(whole: Run, model: tuple[Path, int]) -> None:
+def test_engines_apply_the_adapters(whole: Run, model: Made) -> None:
     assert_sampled(whole, 1e-4)
     assert_merged(model, whole.folder / "hf", torch.float32)
 
 
 @pytest.mark.parametrize("pair", slow_except(PAIRS, 2))
-def test_engines_sample_with_the_adapters(runs: Runs, model: tuple[Path, int], pair: str) -> None:
+def test_engines_sample_with_the_adapters(runs: Runs, model: Made, pair: str) -> None:
     keys, most = PAIRS[pair]
     run = adapted_run(runs, model, pair, **keys)
     assert_sampled(run, most)
@@ -83,7 +92,7 @@ def assert_sampled(run: Run, most: float) -> None:
     assert max(gaps) < most
 
 
-def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> None:
+def assert_merged(model: Made, export: Path, dtype: torch.dtype) -> None:
     """Assert that an export is the folder, which the trainer keeps in `dtype`, plus B A of each adapter beside it."""
     before, after = tensors_of(model[0]), tensors_of(export)
     adapters = load_file(export / "adapter" / "adapter_model.safetensors")
@@ -98,7 +107,7 @@ def assert_merged(model: tuple[Path, int], export: Path, dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_last_bit(runs: Runs, model: tuple[Path, int], whole: Run) -> None:
+def test_a_run_goes_on_to_the_last_bit(runs: Runs, model: Made, whole: Run) -> None:
     adapted_run(runs, model, "parts", training__steps=2)
     parts = adapted_run(runs, model, "parts")
     one, other = (tensors_of(run.folder / "hf") for run in (whole, parts))
@@ -111,7 +120,7 @@ def test_both_kinds_of_export_are_proven(whole: Run, tmp_path: Path) -> None:
     assert "adapter/ has the adapters for PEFT" in done.stdout, done.stderr
 
 
-def test_clients_adapters_are_refused(model: tuple[Path, int], tmp_path: Path) -> None:
+def test_clients_adapters_are_refused(model: Made, tmp_path: Path) -> None:
     keys = {"model.name": "auto", "model.hf_assets_path": model[0], "job.dump_folder": tmp_path / "served"}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "titan_rl", "serve", "--tinker", "--config", "tinker_llama", *flags]

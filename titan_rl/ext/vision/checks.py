@@ -34,8 +34,6 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
         yield wrong("generator.quantization", '"none", because it would round the vision tower too')
     if config.generator.drafts != "none":
         yield wrong("generator.drafts", '"none", because a draft does not tell images apart')
-    if config.lora.on:
-        yield wrong("lora.rank", "0, because engines have adapters of text models only")
     if config.algorithm.loads_teacher:
         yield wrong("algorithm.teacher_weights", "other than a folder, whose tower may need other placeholders")
     if device == "cuda" and config.placement.kind == "colocated" and config.placement.sleep is not False:

@@ -32,7 +32,7 @@ def seeing(folder: Path, toml: str = "") -> str:
         ("", ""),
         ("[generator]\nquantization = 'int8'", 'generator.quantization: expected "none", because it would round the'),
         ("[generator]\ndrafts = 'siblings'", 'generator.drafts: expected "none", because a draft does not tell'),
-        ("[lora]\nrank = 8", "lora.rank: expected 0, because engines have adapters of text models only, found 8"),
+        ("[lora]\nrank = 8\nsync = 'adapter'", ""),
         (
             "[parallelism]\ncontext_parallel_degree = 2",
             "parallelism.context_parallel_degree: expected 1, as the places of images are in whole rows, found 2",
