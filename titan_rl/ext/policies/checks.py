@@ -63,7 +63,7 @@ def _problems(config: Config) -> Iterator[str]:
     expected = {
         "lora.rank": ("at least 1: the policies are adapters over one base", config.lora.on),
         "lora.sync": ('"adapter", so that engines hold the adapters of all policies', config.lora.sync == "adapter"),
-        "model.vision": (f'"none" {SEVERAL}, whose adapters are of text models', config.model.vision == "none"),
+        "model.vision": (f'"none" {SEVERAL}, whose engines read one folder of images', config.model.vision == "none"),
         "algorithm.name": (f"an algorithm {SEVERAL} that samples, without a critic or a teacher", _samples(config)),
         "cold_start.steps": (f"0 {SEVERAL}", config.cold_start.steps == 0),
         "task.reward": (f"no reward model {SEVERAL}", config.task.reward != "model"),

@@ -112,6 +112,7 @@ def test_problems_of_all_policies_and_of_what_they_share_are_refused_at_once(
 def test_all_that_cannot_be_yet_is_refused_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {
         "lora.sync": "merge",
+        "model.vision": "frozen",
         "cold_start.steps": "5",
         "placement.kind": "colocated",
         "weight_sync.in_flight": "drain",
@@ -135,6 +136,8 @@ def test_all_that_cannot_be_yet_is_refused_at_once(file: Path, capsys: pytest.Ca
         line = f"- {key.removeprefix('policies.pairs.')}: expected"
         if "algorithm" in key:
             line = "[policies.sums] algorithm.name: expected an algorithm"
+        if "vision" in key:
+            line = 'model.vision: expected "none" of a run with [policies]'
         assert line in err
 
 
