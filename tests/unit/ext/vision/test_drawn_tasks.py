@@ -39,7 +39,7 @@ def test_a_digit_lights_its_segments_within_the_image(digit: int) -> None:
     chance = random.Random(digit)
     for _ in range(20):
         with Image.open(BytesIO(digits.drawn(digit, chance))) as image:
-            lit = np.asarray(image).any(2)
+            lit: Any = np.asarray(image).any(2)
         rows, columns = np.flatnonzero(lit.any(1)), np.flatnonzero(lit.any(0))
         assert min(rows[0], columns[0]) > 0
         assert max(rows[-1], columns[-1]) < SIDE - 1
