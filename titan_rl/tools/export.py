@@ -37,7 +37,7 @@ from titan_rl.wire.checkpoint_sums import FOLDER, damage
 from titan_rl.wire.counted import counted
 from titan_rl.wire.program import DONE, FAILED, command_of, enter, path_argument
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Sample
+from titan_rl.wire.types import IMAGES, Sample
 
 if TYPE_CHECKING:
     from titan_rl.actors.titan.checkpoint_model import CheckpointModel
@@ -186,7 +186,9 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path, v
     quiet()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    policy, seq_len = source.policy, source.config.training.seq_len
+    policy, seq_len, images = source.policy, source.config.training.seq_len, scratch / IMAGES
+    if source.config.model.vision != "none":
+        images.symlink_to((source.run / IMAGES).absolute())
     try:
         model = CheckpointModel(source.config, policy.shape, source.folder, scratch)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
@@ -206,7 +208,7 @@ def write_proven(source: ExportSource, final: Path, dtype: str, scratch: Path, v
         model.round_weights(getattr(torch, dtype))
         rounded = by_trainer(model, sequences)
         compare_prompts(partial, source.task, policy.tokenizer)
-        proof = compare_models(sequences, partial, rounded, judged=source.judges)
+        proof = compare_models(sequences, partial, rounded, judged=source.judges, images=images)
         write_card(partial, card_of_source(source, dtype, verdict))
     numbers = "scores" if source.judges else "log-probs"
     moved = float(abs(rounded - exact).max())
@@ -244,7 +246,8 @@ def adapters_proof(
         base.mkdir()
         model.write(base, adapters=False)
         write_assets(source.policy, base, "float32")
-    proof = compare_models(sequences, base, exact, judged=False, adapters=folder / PEFT_FOLDER)
+    images = scratch / IMAGES
+    proof = compare_models(sequences, base, exact, judged=False, images=images, adapters=folder / PEFT_FOLDER)
     merge(model)
     nbytes = (folder / PEFT_FOLDER / PEFT_WEIGHTS).stat().st_size
     return f"; {PEFT_FOLDER}/ has the adapters for PEFT ({nbytes / 1e6:.1f} MB), {proof}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.ext.adapters.layers import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, adapter_names
+from titan_rl.ext.vision.pixels import ImageFiles
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
@@ -35,7 +36,9 @@ def sequences_of(task: Task, tokenizer: TextTokenizer, seq_len: int, *, judged: 
     whole = [[*p.tokens, *tokenizer.encode(answer), tokenizer.eos][:seq_len] for p, answer in answers]
     if judged:
         return [to_judge(tokens, tokenizer.pad) for tokens in whole]
-    return [Sample(tokens, [0] + [1] * (len(tokens) - 1)) for tokens in whole]
+    read = [prompt.images for prompt, _ in answers]
+    masks = [[0] + [1] * (len(tokens) - 1) for tokens in whole]
+    return [Sample(tokens, mask, images=images) for tokens, mask, images in zip(whole, masks, read, strict=True)]
 
 
 def by_trainer(model: "TitanModel", sequences: Sequence[Sample]) -> np.ndarray:
@@ -48,10 +51,16 @@ def by_trainer(model: "TitanModel", sequences: Sequence[Sample]) -> np.ndarray:
 
 
 def by_transformers(
-    folder: Path, sequences: Sequence[Sample], dtype: str, *, judged: bool, adapters: Path | None = None
+    folder: Path,
+    sequences: Sequence[Sample],
+    dtype: str,
+    *,
+    judged: bool,
+    images: Path,
+    adapters: Path | None = None,
 ) -> np.ndarray:
-    """Return the same from transformers' model of the folder, computed in this dtype. `adapters`: a folder in PEFT's
-    layout, whose adapters are added to the weights."""
+    """Return the same from transformers' model of the folder, computed in this dtype. `images`: of the run. `adapters`:
+    a folder in PEFT's layout, whose adapters are added to the weights."""
     import torch
     import transformers
 
@@ -65,11 +74,22 @@ def by_transformers(
     results: list[torch.Tensor] = []
     with torch.no_grad():
         for sample in sequences:
-            logits = model(torch.tensor([sample.tokens[:-1]])).logits[0]
+            seen = pixels_of(sample, ImageFiles(images, str(folder)), model.dtype) if sample.images else {}
+            logits = model(torch.tensor([sample.tokens[:-1]]), **seen).logits[0]
             if not judged:
                 logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
             results.append(logits.flatten())
     return torch.cat(results).numpy()
+
+
+def pixels_of(sample: Sample, files: ImageFiles, dtype: Any) -> dict[str, Any]:
+    """Return a sample's images as transformers' model takes them."""
+    import torch
+
+    pixels = files.pixels(sample.images)
+    values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
+    mask = torch.from_numpy(np.concatenate([each.mask for each in pixels]))
+    return {"pixel_values": values[None].to(dtype), "pixel_attention_mask": mask[None]}
 
 
 def add_adapters(model: Any, folder: Path) -> None:
@@ -91,15 +111,21 @@ def add_adapters(model: Any, folder: Path) -> None:
 
 
 def compare_models(
-    sequences: Sequence[Sample], folder: Path, expected: np.ndarray, *, judged: bool, adapters: Path | None = None
+    sequences: Sequence[Sample],
+    folder: Path,
+    expected: np.ndarray,
+    *,
+    judged: bool,
+    images: Path,
+    adapters: Path | None = None,
 ) -> str:
     """Return how far transformers is from the trainer's model. Raise if that is above the tolerance, and more than
     float32 arithmetic explains: a sharp model magnifies its rounding."""
-    theirs = by_transformers(folder, sequences, "float32", judged=judged, adapters=adapters)
+    theirs = by_transformers(folder, sequences, "float32", judged=judged, images=images, adapters=adapters)
     apart = np.abs(theirs - expected).max()
     if apart <= TOLERANCE:
         return f"largest difference {apart:.1e}"
-    exact = by_transformers(folder, sequences, "float64", judged=judged, adapters=adapters)
+    exact = by_transformers(folder, sequences, "float64", judged=judged, images=images, adapters=adapters)
     errors, noise = np.abs(expected - exact), np.abs(theirs - exact).max()
     if not errors.max() <= NOISE * noise:  # NaN fails
         worst = int(errors.argmax())
