@@ -86,7 +86,7 @@ def pixels_of(sample: Sample, files: ImageFiles, dtype: Any) -> dict[str, Any]:
     """Return a sample's images as transformers' model takes them."""
     import torch
 
-    pixels = files.pixels(sample.images)
+    pixels = files.pixels([image.name for image in sample.images])
     values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
     mask = torch.from_numpy(np.concatenate([each.mask for each in pixels]))
     return {"pixel_values": values[None].to(dtype), "pixel_attention_mask": mask[None]}

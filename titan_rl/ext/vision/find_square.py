@@ -10,16 +10,15 @@ row's, the others are the environment's.
 
 import random
 from collections.abc import Mapping
-from io import BytesIO
 from typing import Any
 
-from titan_rl.ext.vision.squares import DARKEST, SIDE, SMALLEST, Rows
+from titan_rl.ext.vision.drawn import SIDE, TRAINING, Rows, as_png, bright
+from titan_rl.ext.vision.squares import SMALLEST
 
 TURNS = 3
 SHOWN = 2 / 3  # how often a later turn has a picture
 HALF = SIDE // 2
 LARGEST = 20  # pixels on each side of a square
-TRAINING = 2_000
 
 
 def rows(seed: int, eval_size: int) -> tuple[Rows, Rows]:
@@ -61,8 +60,5 @@ def drawn(quarter: int, chance: random.Random) -> bytes:
     side = chance.randint(SMALLEST, LARGEST)
     left = column * HALF + chance.randint(0, HALF - side)
     top = row * HALF + chance.randint(0, HALF - side)
-    color = tuple(chance.randint(DARKEST, 255) for _ in range(3))
-    ImageDraw.Draw(image).rectangle((left, top, left + side - 1, top + side - 1), fill=color)
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    ImageDraw.Draw(image).rectangle((left, top, left + side - 1, top + side - 1), fill=bright(chance))
+    return as_png(image)
