@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.ext.vision.drawn import SIDE
 from titan_rl.ext.vision.image_tokens import image_text
 from titan_rl.ext.vision.kept_images import write_image
-from titan_rl.ext.vision.squares import MOST, SIDE, drawn
+from titan_rl.ext.vision.squares import MOST, drawn
 from titan_rl.train.engine_proof import Continuation
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import ImagePlace, Prompt, Request, Sample, Sampling, names_of
