@@ -21,7 +21,7 @@ from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, TextTokenizer
 from titan_rl.wire.sessions import LimitReached
-from titan_rl.wire.types import Completion, Prompt
+from titan_rl.wire.types import Completion, ImagePlace, Prompt
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -50,6 +50,7 @@ class AgentRollout:
         tokens = chat.prompt([USER]) if chat is not None else tokenizer.prompt("7=", "plain")
         prompt = Prompt(0, "Hello" if chat is not None else "7=", tokens, "")
         self.engine: list[tuple[list[int], list[int]]] = []  # contexts and samples
+        self.shown: list[list[ImagePlace]] = []  # the images of each context
         self.asked = self.cancelled = 0
         self.gate = asyncio.Event()  # open, unless a test closes it
         self.gate.set()
@@ -58,13 +59,21 @@ class AgentRollout:
         self._answers, self._contexts = answers, Contexts(tokens)
 
     async def _ask(
-        self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        self,
+        kept: int,
+        new: list[int],
+        most: int | None,
+        *,
+        after: int | None = None,
+        logprobs: bool = False,
+        images: tuple[ImagePlace, ...] = (),
     ) -> Sampled:
         turn, self.asked = self.asked, self.asked + 1
-        line = self._contexts.open(PROMPT if after is None else after, kept, new)
+        line = self._contexts.open(PROMPT if after is None else after, kept, new, images)
+        self.shown.append(list(line.images))
         try:
             await self.gate.wait()
-            completion = await self.recorded.sample(line.tokens, max_new_tokens=most)
+            completion = await self.recorded.sample(line.tokens, max_new_tokens=most, images=line.images)
         except BaseException as error:
             self._contexts.close(line)
             self.cancelled += isinstance(error, asyncio.CancelledError)

@@ -133,6 +133,33 @@ def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None
     assert all(set(message["images"]) <= shown["images"].keys() for message in named)
 
 
+def test_a_run_reads_the_images_that_an_agent_sends(runs: Runs, tmp_path: Path) -> None:
+    """In 16 bits, with adapters: the row's image by its name, others as data URLs, and turns without any."""
+    folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
+    rows, _ = find_square.rows(0, 0)
+    lines = [encoded(row) for row in rows[:12]]
+    for line in lines[::2]:
+        line["image"] = None
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    keys = {
+        **PICTURES,
+        "environment__name": "",
+        "task__agent": "picture_agent:run",
+        "task__path": tmp_path / "rows.jsonl",
+        "task__template": "chat",
+        "task__chat_template": TURNS,
+        "model__hf_assets_path": folder,
+        **{"lora__rank": 8, "lora__sync": "adapter"},
+        **{"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"},
+    }
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
+    check_turns(run, gap=0.03)
+    counts = {tuple(len(turn.get("images", [])) for turn in line["turns"]) for line in run.lines("rollouts.jsonl")}
+    assert {images for each in counts for images in each} == {0, 1}
+    assert any(each[0] for each in counts)
+    assert any(each[1] for each in counts)
+
+
 @pytest.mark.slow
 def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_path: Path) -> None:
     """No row has an image. Half of a picture ends its rollout by name. A resumed run continues."""

@@ -59,7 +59,7 @@ async def sample_continuations(setup: Setup, generators: Generates, replicas: in
     room = min(config.generator.max_model_len or config.training.seq_len, config.training.seq_len)
     examples = [example for example in task.known[:MOST_READ] if example.images] or (task.train or task.heldout)[:1]
     first = min((task.prompt(e, 0, tokenizer) for e in examples), key=lambda prompt: len(prompt.tokens))
-    if config.model.vision != "none" and config.environment.name and not first.images:
+    if config.model.vision != "none" and config.rollout_code and not first.images:
         picture = needed_part("pictures of proofs", "model.vision")
         seen = await asyncio.to_thread(picture, first, setup.model_folder, setup.folder / IMAGES)
         if len(seen.tokens) + 1 + NEW_TOKENS <= room:

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
-from titan_rl.ext.agents.conversation import Renderer
+from titan_rl.ext.agents.conversation import Delta, Renderer
 from titan_rl.ext.agents.episode_news import PROMPT, Contexts
-from titan_rl.ext.agents.episodes import EpisodeOver, Limits
+from titan_rl.ext.agents.episodes import EpisodeOver, Limits, messages_from
 from titan_rl.ext.agents.message_tree import MessageTree, digest, key_of
 from titan_rl.ext.agents.play import Sampled
 from titan_rl.text.answers import MalformedCall
@@ -21,7 +21,7 @@ from titan_rl.text.chat import ChatRenderer, common_length
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.sessions import Status
-from titan_rl.wire.types import Prompt
+from titan_rl.wire.types import ImagePlace, Prompt
 
 CODES: dict[Status, str] = {"context_overflow": "context_length_exceeded"}
 """Error codes that clients know; other limits are named as a rollout's status."""
@@ -43,7 +43,14 @@ class Asks(Protocol):
     """Samples a turn, as `ask` of a rollout in its loop. Raises EpisodeOver if a limit forbids it."""
 
     def __call__(
-        self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        self,
+        kept: int,
+        new: list[int],
+        most: int | None,
+        *,
+        after: int | None = None,
+        logprobs: bool = False,
+        images: tuple[ImagePlace, ...] = (),
     ) -> Awaitable[Sampled]: ...
 
 
@@ -66,7 +73,7 @@ class ServedTurn(NamedTuple):
 class AgentSession:
     def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Asks) -> None:
         self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
-        self._contexts, self._tree = Contexts(prompt.tokens), MessageTree()
+        self._contexts, self._tree = Contexts(prompt.tokens, prompt.images), MessageTree()
         self._texts = [(prompt.text, PROMPT)] if renderer.chat is None else []  # completions, and their turns
         self._spent = 0  # tokens sampled, and read after the first context of a branch
         self._requests: set[asyncio.Task[Any]] = set()  # that wait for the policy
@@ -82,16 +89,20 @@ class AgentSession:
         if chat is None:
             remedy = 'set task.template = "chat", or use /v1/completions or /inference/v1/generate'
             raise Refused(HTTPStatus.BAD_REQUEST, "no_chat_template", f"this run has no chat template: {remedy}")
+        try:
+            messages = messages_from(await self._renderer.named(messages))
+        except ValueError as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", str(error)) from error
         keys = [key_of(message) for message in messages]
         keys[0] += digest(tools) if tools else ""
         node, depth = self._tree.find(keys)
         try:
-            after, kept, new = self._delta(chat, node.turn, messages, depth, tools)
+            after, (kept, new, images) = self._delta(chat, node.turn, messages, depth, tools)
         except Exception as error:  # a template may raise any error
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", f"{type(error).__name__}: {error}") from error
         if after == PROMPT:
             node, depth = self._tree.root, 0
-        served = await self._sample(after, kept, new, wish)
+        served = await self._sample(after, kept, new, wish, images)
         sampled = served.sampled
         try:
             message = chat.parse(sampled.tokens, tools or None, f"call_{sampled.turn}")
@@ -119,9 +130,12 @@ class AgentSession:
         if not all(type(token) is int and 0 <= token < size for token in tokens):
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_tokens", f"expected token ids from 0 to {size - 1}")
         after = self._contexts.longest(tokens)
-        if after is None:
-            return await self._sample(PROMPT, 0, list(tokens), wish)
-        return await self._sample(after, None, list(tokens[self._contexts.length(after) :]), wish)
+        kept = 0 if after is None else self._contexts.length(after)
+        new = list(tokens[kept:])
+        if self._renderer.reads_image(new):
+            text = "expected tokens of text, found an image's: send images to /v1/chat/completions"
+            raise Refused(HTTPStatus.BAD_REQUEST, "invalid_tokens", text)
+        return await self._sample(PROMPT if after is None else after, kept, new, wish)
 
     def take_model(self, model: object) -> None:
         """Take the name by which a request calls the policy. Refuse a second one: every turn would be trained on with
@@ -150,30 +164,35 @@ class AgentSession:
 
     def _delta(
         self, chat: ChatRenderer, turn: int | None, messages: Sequence[Message], depth: int, tools: Sequence[Any]
-    ) -> tuple[int, int | None, list[int]]:
+    ) -> tuple[int, Delta]:
         """Return the context as what follows a turn; the whole of it if it continues none."""
         if turn is not None:
             calls = messages[depth - 1].get("tool_calls") or ()
             new = chat.extend(self._contexts.last(turn), messages[depth:], tools or None, calls)
             if new is not None:
-                return turn, None, new
-        whole = chat.prompt(messages, tools or None)
+                return turn, self._renderer.delta(self._contexts.length(turn), new, messages[depth:])
+        _, whole, images = self._renderer.delta(0, chat.prompt(messages, tools or None), messages)
         kept = common_length(self._prompt.tokens, whole)
-        return PROMPT, kept, whole[kept:]
+        # Equal tokens may stand for different images: the first of these ends the common part.
+        apart = set(self._prompt.images) ^ set(images)
+        kept = min([kept, *(image.begin for image in apart)])
+        return PROMPT, Delta(kept, whole[kept:], tuple(image for image in images if image.begin >= kept))
 
-    async def _sample(self, after: int, kept: int | None, new: list[int], wish: Wish) -> ServedTurn:
+    async def _sample(
+        self, after: int, kept: int | None, new: list[int], wish: Wish, images: tuple[ImagePlace, ...] = ()
+    ) -> ServedTurn:
         """Sample after the first `kept` tokens up to the turn `after` and the new ones. None: all of that turn's."""
         kept = self._contexts.length(after) if kept is None else kept
         read = len(new) if after != PROMPT else 0
         most = self._most(kept + len(new), read, wish.most)
-        line = self._contexts.open(after, kept, new)
+        line = self._contexts.open(after, kept, new, images)
         context, request = list(line.tokens), asyncio.current_task()
         assert request is not None
         self._requests.add(request)
         self._asked += 1
         self._continued += after != PROMPT
         try:
-            sampled = await self._ask(kept, new, most, after=after, logprobs=wish.logprobs)
+            sampled = await self._ask(kept, new, most, after=after, logprobs=wish.logprobs, images=images)
         except BaseException as error:
             self._contexts.close(line)
             if isinstance(error, EpisodeOver):

@@ -74,8 +74,6 @@ def _check_sight(config: Config) -> Iterator[str]:
     prefix = e.name.partition(":")[0]
     if prefix in MAKERS:
         yield problem(config, "environment.name", f"a class or a function of yours {reads}, because {prefix} is text")
-    if config.task.agent:
-        yield problem(config, "task.agent", f'"" {reads}, because the endpoint serves text')
     if e.endpoints:
         yield _endpoints(config, f"none {reads}, because seats of other models read text")
 

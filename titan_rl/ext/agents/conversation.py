@@ -65,7 +65,11 @@ class TextAndImages:
         named = await asyncio.to_thread(self._images.named, messages)
         return Conversation(named) if isinstance(observation, Conversation) else named
 
-    def _delta(self, kept: int, new: list[int], read: Sequence[Message]) -> Delta:
+    def reads_image(self, tokens: Sequence[int]) -> bool:
+        """Return True if one of the tokens stands for an image."""
+        return self._images is not None and self._images.id in tokens
+
+    def delta(self, kept: int, new: list[int], read: Sequence[Message]) -> Delta:
         """Return a context whose new tokens have one token for each image of the messages that they read."""
         names = [part["image"] for message in read for part in parts_of(message) if part["type"] == "image"]
         if self._images is None or not names:
@@ -85,14 +89,14 @@ class PlainText(TextAndImages):
 
     def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
         """Return the first context, relative to the prompt's tokens."""
-        return self._delta(len(prompt.tokens), self._read(observation), messages_from(observation))
+        return self.delta(len(prompt.tokens), self._read(observation), messages_from(observation))
 
     def extend(
         self, tokens: Sequence[int], messages: Sequence[Message], observation: Observation, tools: Sequence[Schema]
     ) -> Delta:
         """Return the context after `tokens`, which end with a sampled turn. `messages` is the conversation so far."""
         end = [] if tokens and tokens[-1] in self.ends else [self.tokenizer.eos]  # the turn was cut off
-        return self._delta(len(tokens), end + self._read(observation), messages_from(observation))
+        return self.delta(len(tokens), end + self._read(observation), messages_from(observation))
 
     def _read(self, observation: Observation) -> list[int]:
         """Return the tokens of an observation, with one for each image."""
@@ -122,7 +126,7 @@ class ChatText(TextAndImages):
         if not observation and not tools:
             return Delta(len(prompt.tokens), [])
         read = [*prompt.messages, *messages_from(observation)]
-        return self._delta(0, self.chat.prompt(read, tools or None), read)
+        return self.delta(0, self.chat.prompt(read, tools or None), read)
 
     def extend(
         self, tokens: Sequence[int], messages: Sequence[Message], observation: Observation, tools: Sequence[Schema]
@@ -131,8 +135,8 @@ class ChatText(TextAndImages):
         new = self.chat.extend(tokens, added, tools or None)
         if new is None:
             read = [*messages, *added]
-            return self._delta(0, self.chat.prompt(read, tools or None), read)
-        return self._delta(len(tokens), new, added)
+            return self.delta(0, self.chat.prompt(read, tools or None), read)
+        return self.delta(len(tokens), new, added)
 
     def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply:
         problem = ""

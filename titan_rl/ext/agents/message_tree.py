@@ -6,14 +6,17 @@ text as parts. So messages are compared by what every client keeps: role, text a
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_rl.ext.agents.tools import IMAGE_PARTS, shows_images
 from titan_rl.tasks.user_code import shortened
 from titan_rl.text.template import Message
 
 KEPT = ("role", "name", "tool_call_id", "reasoning_content")  # fields of a message, besides text and calls
+IMAGE_NAME = re.compile("[0-9a-f]{64}")
 
 
 class BadMessage(ValueError):
@@ -59,9 +62,11 @@ class MessageTree:
 def key_of(message: Message) -> str:
     """Return what identifies a message. White space around an answer counts for nothing: clients strip it."""
     text, sampled = message["content"], message["role"] == "assistant"
+    if isinstance(text, str) and sampled:
+        text = text.strip()
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     named = [(call["name"], _canonical(call.get("arguments"))) for call in calls]
-    return digest([message["role"], text.strip() if sampled else text, None if sampled else message.get("name"), named])
+    return digest([message["role"], text, None if sampled else message.get("name"), named])
 
 
 def digest(value: Any) -> str:
@@ -69,7 +74,8 @@ def digest(value: Any) -> str:
 
 
 def readable(messages: object) -> list[Message]:
-    """Return a request's messages with their text as one string. Raise BadMessage if they are no conversation."""
+    """Return a request's messages with their text as one string, or as parts if there is an image. Raise BadMessage if
+    they are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise BadMessage(f"messages: expected a list of at least one message, found {shortened(messages)}")
     return [_readable(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -79,24 +85,42 @@ def _readable(message: object, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadMessage(f'{where}: expected an object with a "role", found {shortened(message)}')
     fields = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
-    fields["content"] = _text(message.get("content"), where)
+    fields["content"] = _content(message.get("content"), where)
     if message.get("tool_calls"):
         fields["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return fields
 
 
-def _text(content: object, where: str) -> str:
+def _content(content: object, where: str) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts = list[str]()
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise BadMessage(f"{where}.content: expected text or parts with text, found {shortened(part)}")
-        texts.append(text)
-    return "".join(texts)
+    given = content if isinstance(content, list) else [content]
+    parts = [_part(part, where) for part in given]
+    if shows_images(parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
+    if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+        return {"type": "image", "image": _image(part, where)}
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise BadMessage(f"{where}.content: expected text or parts with text, found {shortened(part)}")
+    return {"type": "text", "text": text}
+
+
+def _image(part: Mapping[str, Any], where: str) -> str:
+    """Return a data URL or a name. A client may not have this process read a file by its path."""
+    value = part.get("image_url") or part.get("image")
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if isinstance(value, str) and (value.startswith("data:") or IMAGE_NAME.fullmatch(value)):
+        return value
+    expected = "an image as a data URL, or by its name in the row"
+    raise BadMessage(f"{where}.content: expected {expected}, found {shortened(part)}")
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

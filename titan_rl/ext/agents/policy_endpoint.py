@@ -33,7 +33,7 @@ from titan_rl.ext.agents.play import Sampled
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, ContextScore, Generates, ImagePlace, Prompt, Request, Sampling
 
 MOST_CHARACTERS = 2**16  # prompts of this length are always read
 MOST_ANSWERS = 4096  # to one request
@@ -138,8 +138,15 @@ class PolicyEndpoint(OpenAIEndpoint):
             return number, completion
 
         async def ask(
-            kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+            kept: int,
+            new: list[int],
+            most: int | None,
+            *,
+            after: int | None = None,
+            logprobs: bool = False,
+            images: tuple[ImagePlace, ...] = (),
         ) -> Sampled:
+            assert not images  # the renderer of a server refuses them
             number, completion = await generated([*opening[:kept], *new], most)
             return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
 

@@ -28,8 +28,8 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
             found = p.context_parallel_degree
             why = "as the places of images are in whole rows"
             yield f"{mesh}.context_parallel_degree: expected 1, {why}, found {found}"
-    if config.environment.name:
-        yield from blind_problems(config, f"for images of {config.environment.name}")
+    if config.rollout_code:
+        yield from blind_problems(config, f"for images of {config.rollout_code}")
     if config.generator.quantization != "none":
         yield wrong("generator.quantization", '"none", because it would round the vision tower too')
     if config.generator.drafts != "none":

@@ -16,7 +16,7 @@ def image_problems(config: Config, examples: Sequence[Example], tokenizer: TextT
     if config.model.vision == "none":
         yield problem(config, "model.vision", f'"frozen" {where}')
         return
-    if not config.environment.name:
+    if not config.rollout_code:
         yield from blind_problems(config, where)
     try:
         image_text(tokenizer.folder, [(image.width, image.height) for each in examples for image in each.images])

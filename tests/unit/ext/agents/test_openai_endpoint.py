@@ -225,7 +225,7 @@ async def test_limits_are_named_and_a_full_context_is_openais_error(tmp_path: Pa
         (
             "/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content: expected text or parts with text, found {'type': 'image_url'}",
+            "messages[0].content: expected an image as a data URL, or by its name in the row, found {'type':",
         ),
         ("/chat/completions", {"messages": [USER], "n": 2}, "n: expected 1, found 2"),
         ("/chat/completions", {"messages": [USER], "max_tokens": 0}, "max_tokens: expected a positive integer"),

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from support.agent_rollouts import AgentRollout
 from support.picture_turns import Camera
 from support.played import Played, encoded, playing, prompt_of
 from titan_rl.ext.agents.adapters import Conversation, plain
+from titan_rl.ext.agents.agent_session import Refused, Wish
 from titan_rl.ext.agents.conversation import ChatText, PlainText
 from titan_rl.ext.agents.episode_news import Contexts
 from titan_rl.ext.agents.episodes import Reply
+from titan_rl.ext.agents.message_tree import BadMessage, readable
 from titan_rl.ext.agents.play import answer_to
 from titan_rl.ext.agents.tools import Toolbox, ToolCall
 from titan_rl.ext.vision import tiny_folder
@@ -238,3 +241,72 @@ def test_a_tool_may_return_an_image(folder: Path, shared: tuple[TurnImages, Path
     assert delta.kept == len(context)
     assert (shared[1] / name).is_file()
     assert tools.metrics()["tools/picture/calls"] == 1
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{b64encode(data).decode()}"
+
+
+def as_clients_send(data: bytes, kept: bool, chance: random.Random) -> dict[str, Any]:
+    """Return an image as a part of a request. `kept`: the run has it already."""
+    sent = name_of(data) if kept and chance.random() < 0.5 else url_of(data)
+    return chance.choice(
+        [{"type": "image_url", "image_url": {"url": sent}}, {"type": "input_image", "image_url": sent}],
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_agents_continue_edit_and_exchange_images_at_random(
+    folder: Path, shared: tuple[TurnImages, Path], seed: int
+) -> None:
+    images, _ = shared
+    chance = random.Random(seed)
+    renderer = ChatText(TextTokenizer.load(folder, ChatSettings(TEMPLATE)), images)
+    tokenizer = renderer.tokenizer
+    said = [*encoded("ok"), images.id, tokenizer.eos]
+    rollout = AgentRollout(renderer, lambda context: said)
+    talk, names = list[dict[str, Any]](), list[list[str]]()
+    used = list[bytes]()
+    for turn in range(6):
+        if len(talk) > 1 and chance.random() < 0.3:
+            del talk[-2:], names[-1:]  # asks again, with other images
+        data = [chance.choice(used) if used and chance.random() < 0.3 else picture(chance) for _ in range(turn % 3)]
+        parts: list[Any] = [as_clients_send(each, each in used, chance) for each in data]
+        used += data
+        talk.append({"role": "user", "content": [*parts, {"type": "text", "text": "see <image>"}]})
+        names.append([name_of(each) for each in data])
+        answered = await rollout.session.chat(readable(json.loads(json.dumps(talk))), [], Wish())
+        talk.append(answered.message)
+        places = rollout.shown[-1]
+        assert [name for name, _ in places] == [name for each in names for name in each]
+        tokens, _ = rollout.engine[-1]
+        placeholders = placeholders_of(str(folder))
+        tiles = [images._tokens_of(images._size(name)).count(images.id) // placeholders.run for name, _ in places]
+        found = placeholders.of_images(tokens, places, tiles)
+        assert sum(map(len, found)) + len(names) - 1 == tokens.count(images.id), "all others were sampled"
+    rollout.check()
+    assert {image for branch in rollout.recorded.branches() for image in branch.images} >= {*rollout.shown[-1]}
+
+
+async def test_what_an_agent_may_not_send(folder: Path, shared: tuple[TurnImages, Path]) -> None:
+    images, directory = shared
+    renderer = ChatText(TextTokenizer.load(folder, ChatSettings(TEMPLATE)), images)
+    rollout = AgentRollout(renderer, lambda context: [renderer.tokenizer.eos])
+    for path in (str(directory), "https://h/a.png", "", "0" * 63, None):
+        sent = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": path}}]}]
+        with pytest.raises(BadMessage, match="expected an image as a data URL, or by its name in the row"):
+            readable(sent)
+    cut = url_of(picture(random.Random(0))[:60])
+    for value, problem in ((cut, "expected a whole"), ("0" * 64, "expected an image that can be read")):
+        sent = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": value}}]}]
+        with pytest.raises(Refused, match=problem):
+            await rollout.session.chat(readable(sent), [], Wish())
+    with pytest.raises(Refused, match="send images to /v1/chat/completions"):
+        await rollout.session.generate([images.id], Wish())
+    blind = AgentRollout(ChatText(renderer.tokenizer), lambda context: [renderer.tokenizer.eos])
+    sent = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(picture(random.Random(1)))}}]}
+    ]
+    with pytest.raises(Refused, match='expected "frozen" for an observation with an image'):
+        await blind.session.chat(readable(sent), [], Wish())
+    assert rollout.asked == blind.asked == 0

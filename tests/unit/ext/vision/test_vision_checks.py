@@ -53,7 +53,8 @@ def test_features_that_do_not_know_images_are_refused(folder: Path, tmp_path: Pa
             "[environment]\nname = 'gymnasium:FrozenLake-v1'",
             "environment.name: expected a class or a function of yours",
         ),
-        ("[task]\nagent = 'titan_rl.ext.agents.calc_agent:solve'", 'task.agent: expected "" with model.vision'),
+        ("[task]\nagent = 'titan_rl.ext.agents.calc_agent:solve'", ""),
+        ("[task]\nagent = 'x:y'\n[record]\nbatches = 2", "record.batches: expected a run"),
         (
             "[environment]\nname = 'x:y'\nseats = ['a', 'b']\n[environment.endpoints.b]\nurl = 'http://h/v1'",
             "none with",
