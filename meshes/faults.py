@@ -26,7 +26,7 @@ from titan_rl.wire.errors import DeadlinePassed, RankDied, RankFailed, RunError
 T = TypeVar("T")
 
 STALL_SECONDS = 15.0  # late calls to one mesh within this time share one report
-LOCAL_SECONDS = 0.5  # wait for a death on this host after a peer's collective broke
+LOCAL_SECONDS = 2.0  # wait for a death on this host after a peer's collective broke: a busy machine reports it late
 SPARE_BYTES = 2**24  # a disk for temporary files with less free space is reported as full
 CAUSE_SECONDS = 5.0  # wait for a death on another host, and for Monarch's report, which may be later (environment.py)
 
