@@ -67,7 +67,7 @@ from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ROUTE_BIAS, ModelShape, SpecShape, planned
 from titan_rl.wire.parts import needed_part
 from titan_rl.wire.side_columns import RankPart, side_column
-from titan_rl.wire.types import IMAGES, Rows, entries
+from titan_rl.wire.types import IMAGES, ImagePlace, Rows, entries
 
 FILE_BYTES = 5 << 30
 
@@ -540,7 +540,7 @@ class DeviceRows:
     count: int  # sequences in the microbatch
     columns: dict[Any, torch.Tensor]
     attended: Attended
-    images: tuple[np.ndarray, Sequence[tuple[str, ...]]]  # tokens in host memory, and the hashes of each row's images
+    images: tuple[np.ndarray, Sequence[tuple[ImagePlace, ...]]]  # tokens in host memory, and the images of each row
     own: torch.Tensor | None = None  # targets that are predicted in this part; None: all
     extras: Mapping[str, Any] = field(default_factory=dict)  # side columns, by name
 
