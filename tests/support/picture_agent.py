@@ -13,7 +13,9 @@ TURNS = 3
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
     client = connections().with_options(base_url=base_url, api_key=api_key)
     chance, messages = random.Random(row["seed"]), list[Any]()
-    shown, right = row["image"], 0.0  # the row has the image's name, if it has one
+    right = 0.0
+    names = row["image"] or [None]  # the row has the names of its images
+    shown = names[0]
     for turn in range(TURNS):
         picture = [{"type": "image_url", "image_url": {"url": shown}}] if shown else []
         messages.append({"role": "user", "content": [*picture, {"type": "text", "text": "where?"}]})

@@ -154,7 +154,9 @@ def test_a_run_reads_the_images_that_an_agent_sends(runs: Runs, tmp_path: Path) 
     }
     run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
     check_turns(run, gap=0.03)
-    counts = {tuple(len(turn.get("images", [])) for turn in line["turns"]) for line in run.lines("rollouts.jsonl")}
+    rollouts = run.lines("rollouts.jsonl")
+    assert {line["status"] for line in rollouts} == {"completed"}
+    counts = {tuple(len(turn.get("images", [])) for turn in line["turns"]) for line in rollouts}
     assert {images for each in counts for images in each} == {0, 1}
     assert any(each[0] for each in counts)
     assert any(each[1] for each in counts)
