@@ -27,7 +27,7 @@ from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.ext.agents.play import Sampled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.types import Prompt
+from titan_rl.wire.types import ImagePlace, Prompt
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 USER = {"role": "user", "content": "12+34="}
@@ -40,9 +40,16 @@ class Waiting:
         self._contexts, self._seconds, self._said, self._turns = Contexts(prompt.tokens), seconds, said, 0
 
     async def ask(
-        self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        self,
+        kept: int,
+        new: list[int],
+        most: int | None,
+        *,
+        after: int | None = None,
+        logprobs: bool = False,
+        images: tuple[ImagePlace, ...] = (),
     ) -> Sampled:
-        line = self._contexts.open(PROMPT if after is None else after, kept, new)
+        line = self._contexts.open(PROMPT if after is None else after, kept, new, images)
         await asyncio.sleep(self._seconds)
         self._contexts.close(line, turn := self._turns, self._said)
         self._turns += 1

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from titan_rl.config.sections import SandboxSection
-from titan_rl.ext.agents.tools import Result, Toolbox, ToolCall, ToolFailed
+from titan_rl.ext.agents.tools import Toolbox, ToolCall, ToolFailed
 from titan_rl.ext.sandbox import code_tools, local
 from titan_rl.ext.sandbox.code_tools import CodeTools, python, shell, shown
 from titan_rl.ext.sandbox.execution import Execution, ExecutionLimits
@@ -192,8 +192,10 @@ def test_tools(monkeypatch: pytest.MonkeyPatch, sandbox: LocalSandbox) -> None:
     assert [each["function"]["name"] for each in tools.schemas] == ["python", "shell"]
     assert tools.schemas[0]["function"]["parameters"]["required"] == ["code"]
 
-    async def run(name: str, **arguments: str) -> Result:
-        return await tools.call(ToolCall(name, arguments))
+    async def run(name: str, **arguments: str) -> str:
+        found = await tools.call(ToolCall(name, arguments))
+        assert isinstance(found, str)
+        return found
 
     assert asyncio.run(run("python", code="print(6 * 7)")) == "42\n"
     assert asyncio.run(run("shell", script="echo a; exit 2")) == "a\n[exit code 2]"
