@@ -20,14 +20,14 @@ import aiohttp
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
 from titan_rl.ext.agents.agent_session import AgentSession
-from titan_rl.ext.agents.conversation import ChatText
+from titan_rl.ext.agents.conversation import ChatText, Delta
 from titan_rl.ext.agents.episode_news import PROMPT, Contexts
 from titan_rl.ext.agents.episodes import Limits
 from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.ext.agents.play import Sampled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.types import ImagePlace, Prompt
+from titan_rl.wire.types import Prompt
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 USER = {"role": "user", "content": "12+34="}
@@ -39,17 +39,8 @@ class Waiting:
     def __init__(self, prompt: Prompt, seconds: float, said: list[int]) -> None:
         self._contexts, self._seconds, self._said, self._turns = Contexts(prompt.tokens), seconds, said, 0
 
-    async def ask(
-        self,
-        kept: int,
-        new: list[int],
-        most: int | None,
-        *,
-        after: int | None = None,
-        logprobs: bool = False,
-        images: tuple[ImagePlace, ...] = (),
-    ) -> Sampled:
-        line = self._contexts.open(PROMPT if after is None else after, kept, new, images)
+    async def ask(self, delta: Delta, most: int | None, *, after: int | None = None, logprobs: bool = False) -> Sampled:
+        line = self._contexts.open(PROMPT if after is None else after, *delta)
         await asyncio.sleep(self._seconds)
         self._contexts.close(line, turn := self._turns, self._said)
         self._turns += 1
@@ -68,7 +59,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         policy, after, new = Waiting(prompt, options.policy_seconds, said), PROMPT, list[int]()
         length = len(prompt.tokens)
         for turn in range(options.turns):
-            await policy.ask(length, new, None, after=after)
+            await policy.ask(Delta(length, new), None, after=after)
             length += len(new) + len(said)
             after, new = turn, renderer.tokenizer.encode("next")
 

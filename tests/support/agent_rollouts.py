@@ -11,7 +11,7 @@ import aiohttp
 from support.chat_folders import chat_folder
 from support.played import LIMITS
 from titan_rl.ext.agents.agent_session import AgentSession
-from titan_rl.ext.agents.conversation import ChatText, PlainText, Renderer
+from titan_rl.ext.agents.conversation import ChatText, Delta, PlainText, Renderer
 from titan_rl.ext.agents.episode_news import PROMPT, Contexts
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits
 from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
@@ -59,17 +59,10 @@ class AgentRollout:
         self._answers, self._contexts = answers, Contexts(tokens)
 
     async def _ask(
-        self,
-        kept: int,
-        new: list[int],
-        most: int | None,
-        *,
-        after: int | None = None,
-        logprobs: bool = False,
-        images: tuple[ImagePlace, ...] = (),
+        self, delta: Delta, most: int | None, *, after: int | None = None, logprobs: bool = False
     ) -> Sampled:
         turn, self.asked = self.asked, self.asked + 1
-        line = self._contexts.open(PROMPT if after is None else after, kept, new, images)
+        line = self._contexts.open(PROMPT if after is None else after, *delta)
         self.shown.append(list(line.images))
         try:
             await self.gate.wait()

@@ -115,11 +115,7 @@ def output_of(tool: str, *arguments: object) -> str:
 def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None:
     """The rows' own images, images from the environment, and turns and rollouts without any."""
     folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
-    rows, _ = find_square.rows(0, 0)
-    lines = [encoded(row) for row in rows[:12]]
-    for line in lines[::2]:
-        line["image"] = None
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_rows(tmp_path / "rows.jsonl")
     keys = {**PICTURES, "task__path": tmp_path / "rows.jsonl", "model__hf_assets_path": folder}
     run = runs.finish(tmp_path / "run", "count_squares", small=False, **keys)
     check_turns(run, gap=1e-5)
@@ -136,11 +132,7 @@ def test_a_run_reads_the_images_of_its_turns(runs: Runs, tmp_path: Path) -> None
 def test_a_run_reads_the_images_that_an_agent_sends(runs: Runs, tmp_path: Path) -> None:
     """In 16 bits, with adapters: the row's image by its name, others as data URLs, and turns without any."""
     folder = tiny_folder.write_folder(tmp_path / "model", text=tiny_folder.TEXT | TEXT)
-    rows, _ = find_square.rows(0, 0)
-    lines = [encoded(row) for row in rows[:12]]
-    for line in lines[::2]:
-        line["image"] = None
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_rows(tmp_path / "rows.jsonl")
     keys = {
         **PICTURES,
         "environment__name": "",
@@ -205,6 +197,15 @@ PICTURES: dict[str, Any] = {
     "training__steps": 2,
     "eval__size": 0,
 }
+
+
+def write_rows(path: Path) -> None:
+    """Write rows of find_square, half of them without their image."""
+    rows, _ = find_square.rows(0, 0)
+    lines = [encoded(row) for row in rows[:12]]
+    for line in lines[::2]:
+        line["image"] = None
+    path.write_text("\n".join(map(json.dumps, lines)))
 
 
 def encoded(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,21 +7,21 @@ later messages are rendered. Any other request is rendered whole, and begins a b
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titan_rl.ext.agents.conversation import Delta, Renderer
 from titan_rl.ext.agents.episode_news import PROMPT, Contexts
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits, messages_from
 from titan_rl.ext.agents.message_tree import MessageTree, digest, key_of
-from titan_rl.ext.agents.play import Sampled
+from titan_rl.ext.agents.play import Asks, Sampled
 from titan_rl.text.answers import MalformedCall
 from titan_rl.text.chat import ChatRenderer, common_length
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.sessions import Status
-from titan_rl.wire.types import ImagePlace, Prompt
+from titan_rl.wire.types import Prompt
 
 CODES: dict[Status, str] = {"context_overflow": "context_length_exceeded"}
 """Error codes that clients know; other limits are named as a rollout's status."""
@@ -37,21 +37,6 @@ class Refused(Exception):
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
-
-
-class Asks(Protocol):
-    """Samples a turn, as `ask` of a rollout in its loop. Raises EpisodeOver if a limit forbids it."""
-
-    def __call__(
-        self,
-        kept: int,
-        new: list[int],
-        most: int | None,
-        *,
-        after: int | None = None,
-        logprobs: bool = False,
-        images: tuple[ImagePlace, ...] = (),
-    ) -> Awaitable[Sampled]: ...
 
 
 class Wish(NamedTuple):
@@ -97,12 +82,12 @@ class AgentSession:
         keys[0] += digest(tools) if tools else ""
         node, depth = self._tree.find(keys)
         try:
-            after, (kept, new, images) = self._delta(chat, node.turn, messages, depth, tools)
+            after, delta = self._delta(chat, node.turn, messages, depth, tools)
         except Exception as error:  # a template may raise any error
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", f"{type(error).__name__}: {error}") from error
         if after == PROMPT:
             node, depth = self._tree.root, 0
-        served = await self._sample(after, kept, new, wish, images)
+        served = await self._sample(after, delta, wish)
         sampled = served.sampled
         try:
             message = chat.parse(sampled.tokens, tools or None, f"call_{sampled.turn}")
@@ -120,7 +105,8 @@ class AgentSession:
         new = tokenizer.encode_outside(prompt[len(known) :])
         if after is None:
             new = [*tokenizer.opening, *new]
-        served = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
+        kept = 0 if after is None else self._contexts.length(after)
+        served = await self._sample(PROMPT if after is None else after, Delta(kept, new), wish)
         self._texts.append((prompt + served.text, served.sampled.turn))
         return served
 
@@ -135,7 +121,7 @@ class AgentSession:
         if self._renderer.reads_image(new):
             text = "expected tokens of text, found an image's: send images to /v1/chat/completions"
             raise Refused(HTTPStatus.BAD_REQUEST, "invalid_tokens", text)
-        return await self._sample(PROMPT if after is None else after, kept, new, wish)
+        return await self._sample(PROMPT if after is None else after, Delta(kept, new), wish)
 
     def take_model(self, model: object) -> None:
         """Take the name by which a request calls the policy. Refuse a second one: every turn would be trained on with
@@ -178,21 +164,18 @@ class AgentSession:
         kept = min([kept, *(image.begin for image in apart)])
         return PROMPT, Delta(kept, whole[kept:], tuple(image for image in images if image.begin >= kept))
 
-    async def _sample(
-        self, after: int, kept: int | None, new: list[int], wish: Wish, images: tuple[ImagePlace, ...] = ()
-    ) -> ServedTurn:
-        """Sample after the first `kept` tokens up to the turn `after` and the new ones. None: all of that turn's."""
-        kept = self._contexts.length(after) if kept is None else kept
-        read = len(new) if after != PROMPT else 0
-        most = self._most(kept + len(new), read, wish.most)
-        line = self._contexts.open(after, kept, new, images)
+    async def _sample(self, after: int, delta: Delta, wish: Wish) -> ServedTurn:
+        """Sample after the context up to the turn `after`, changed by `delta`."""
+        read = len(delta.new) if after != PROMPT else 0
+        most = self._most(delta.kept + len(delta.new), read, wish.most)
+        line = self._contexts.open(after, *delta)
         context, request = list(line.tokens), asyncio.current_task()
         assert request is not None
         self._requests.add(request)
         self._asked += 1
         self._continued += after != PROMPT
         try:
-            sampled = await self._ask(kept, new, most, after=after, logprobs=wish.logprobs, images=images)
+            sampled = await self._ask(delta, most, after=after, logprobs=wish.logprobs)
         except BaseException as error:
             self._contexts.close(line)
             if isinstance(error, EpisodeOver):

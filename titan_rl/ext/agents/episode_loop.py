@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.ext.agents.agent_session import AgentSession
-from titan_rl.ext.agents.conversation import Renderer
+from titan_rl.ext.agents.conversation import Delta, Renderer
 from titan_rl.ext.agents.endpoint_seats import EndpointPolicy
 from titan_rl.ext.agents.environment_calls import load_agent, load_user_environment
 from titan_rl.ext.agents.episode_news import PROMPT, Answer, Ask, Begin, Blocked, Dropped, Ended, News
@@ -35,7 +35,6 @@ from titan_rl.tasks.user_code import (
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded, Recorder
-from titan_rl.wire.types import ImagePlace
 
 if TYPE_CHECKING:
     from titan_rl.ext.agents.openai_endpoint import OpenAIEndpoint
@@ -81,14 +80,12 @@ class Asking:
 
     async def ask(
         self,
-        kept: int,
-        new: list[int],
+        delta: Delta,
         most: int | None,
         *,
         after: int | None = None,
         logprobs: bool = False,
         seat: str = "",
-        images: tuple[ImagePlace, ...] = (),
     ) -> Sampled:
         """Ask for a turn after the turn `after`: None is the player's last one that was answered."""
         if self.given_up:
@@ -98,7 +95,7 @@ class Asking:
             self._since = time.monotonic()
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
         after = self._last.get(seat, PROMPT) if after is None else after
-        self._report(Ask(self._id, kept, new, most, turn, after, logprobs, seat, images))
+        self._report(Ask(self._id, delta.kept, delta.new, most, turn, after, logprobs, seat, delta.images))
         try:
             answer = await waiting
         except asyncio.CancelledError:

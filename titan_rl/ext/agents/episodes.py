@@ -24,8 +24,6 @@ from titan_rl.wire.types import Finish
 
 Observation = str | Message | Sequence[Message] | None
 """Text, one message or several, or the parts of one, which the policy reads next. None or "": nothing."""
-
-
 PARTS = ("text", *IMAGE_PARTS)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from titan_rl.ext.agents.adapters import Conversation
-from titan_rl.ext.agents.conversation import Renderer, without_text
+from titan_rl.ext.agents.conversation import Delta, Renderer, without_text
 from titan_rl.ext.agents.environment_calls import make_environment, offered_by, reset_environment, tools_of
 from titan_rl.ext.agents.episodes import (
     EpisodeOver,
@@ -25,7 +25,7 @@ from titan_rl.ext.agents.tools import Schema, Toolbox
 from titan_rl.tasks.user_code import call_user
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome, Status
-from titan_rl.wire.types import Finish, ImagePlace, Prompt
+from titan_rl.wire.types import Finish, Prompt
 from titan_rl.wire.user_functions import keywords_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -38,12 +38,12 @@ class Sampled(NamedTuple):
     logprobs: Sequence[float] = ()  # if they were asked for
 
 
-class SamplesTurn(Protocol):
-    async def __call__(
-        self, kept: int, new: list[int], most: int | None, /, *, images: tuple[ImagePlace, ...] = ()
-    ) -> Sampled:
-        """Sample after a context, given as a Delta, at most a number of tokens. Raise EpisodeOver if a limit forbids
-        it."""
+class Asks(Protocol):
+    def __call__(
+        self, delta: Delta, most: int | None, /, *, after: int | None = None, logprobs: bool = False
+    ) -> Awaitable[Sampled]:
+        """Sample at most `most` tokens after a context: the one up to the turn `after` (None: the last one that was
+        answered), changed by `delta`. Raise EpisodeOver if a limit forbids it."""
         ...
 
 
@@ -55,7 +55,7 @@ class Policy:
         prompt: Prompt,
         renderer: Renderer,
         limits: Limits,
-        ask: SamplesTurn,
+        ask: Asks,
         note: Callable[[Message], None] | None = None,
     ) -> None:
         """`note` is called with each message of the conversation after the prompt."""
@@ -77,15 +77,17 @@ class Policy:
             self._prompt = without_text(self._prompt, self._renderer)
             self.messages = []
         if self.turns and not whole:
-            kept, new, images = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
+            delta = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
         else:
-            kept, new, images = self._renderer.open(self._prompt, observation, self._tools)
-        read = len(new) if self.turns else 0  # the first turn reads the prompt, with its tools and first observation
+            delta = self._renderer.open(self._prompt, observation, self._tools)
+        read = (
+            len(delta.new) if self.turns else 0
+        )  # the first turn reads the prompt, with its tools and first observation
         most = self._limits.max_tokens - self.spent - read if self._limits.max_tokens else None
         if most is not None and most <= 0:
             raise EpisodeOver("max_tokens")
-        sampled = await self._ask(kept, new, most, images=images)
-        self._tokens = [*self._tokens[:kept], *new, *sampled.tokens]
+        sampled = await self._ask(delta, most)
+        self._tokens = [*self._tokens[: delta.kept], *delta.new, *sampled.tokens]
         self.spent += read + len(sampled.tokens)
         self.turns += 1
         reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)

@@ -17,8 +17,8 @@ from typing import Any
 
 from aiohttp import web
 
-from titan_rl.ext.agents.agent_session import CODES, AgentSession, Asks, Refused, ServedTurn, Wish
-from titan_rl.ext.agents.conversation import Renderer
+from titan_rl.ext.agents.agent_session import CODES, AgentSession, Refused, ServedTurn, Wish
+from titan_rl.ext.agents.conversation import Delta, Renderer
 from titan_rl.ext.agents.episodes import EpisodeOver, Limits
 from titan_rl.ext.agents.openai_endpoint import (
     Answers,
@@ -29,11 +29,11 @@ from titan_rl.ext.agents.openai_endpoint import (
     json_body,
     replied,
 )
-from titan_rl.ext.agents.play import Sampled
+from titan_rl.ext.agents.play import Asks, Sampled
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, ContextScore, Generates, ImagePlace, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
 
 MOST_CHARACTERS = 2**16  # prompts of this length are always read
 MOST_ANSWERS = 4096  # to one request
@@ -137,17 +137,9 @@ class PolicyEndpoint(OpenAIEndpoint):
                 raise Refused(HTTPStatus.BAD_REQUEST, "invalid_request", str(error)) from error
             return number, completion
 
-        async def ask(
-            kept: int,
-            new: list[int],
-            most: int | None,
-            *,
-            after: int | None = None,
-            logprobs: bool = False,
-            images: tuple[ImagePlace, ...] = (),
-        ) -> Sampled:
-            assert not images  # the renderer of a server refuses them
-            number, completion = await generated([*opening[:kept], *new], most)
+        async def ask(delta: Delta, most: int | None, *, after: int | None = None, logprobs: bool = False) -> Sampled:
+            assert not delta.images  # the renderer of a server refuses them
+            number, completion = await generated([*opening[: delta.kept], *delta.new], most)
             return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
 
         async def score(tokens: list[int], most: int | None) -> tuple[Sampled, list[ContextScore]]:
