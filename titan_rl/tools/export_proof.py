@@ -10,11 +10,11 @@ import numpy as np
 
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.ext.adapters.layers import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, adapter_names
-from titan_rl.ext.vision.pixels import ImageFiles
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
-from titan_rl.wire.types import Sample
+from titan_rl.wire.parts import needed_part
+from titan_rl.wire.types import Sample, names_of
 
 if TYPE_CHECKING:
     from titan_rl.actors.titan.model import TitanModel
@@ -72,9 +72,12 @@ def by_transformers(
     if adapters is not None:
         add_adapters(model, adapters)
     results: list[torch.Tensor] = []
+    files: Any = None
+    if any(sample.images for sample in sequences):
+        files = needed_part("files of images", "model.vision")(images, str(folder))
     with torch.no_grad():
         for sample in sequences:
-            seen = pixels_of(sample, ImageFiles(images, str(folder)), model.dtype) if sample.images else {}
+            seen = pixels_of(sample, files, model.dtype) if sample.images else {}
             logits = model(torch.tensor([sample.tokens[:-1]]), **seen).logits[0]
             if not judged:
                 logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
@@ -82,11 +85,11 @@ def by_transformers(
     return torch.cat(results).numpy()
 
 
-def pixels_of(sample: Sample, files: ImageFiles, dtype: Any) -> dict[str, Any]:
-    """Return a sample's images as transformers' model takes them."""
+def pixels_of(sample: Sample, files: Any, dtype: Any) -> dict[str, Any]:
+    """Return a sample's images as transformers' model takes them. `files`: ext/vision/pixels.py's, of the run."""
     import torch
 
-    pixels = files.pixels([image.name for image in sample.images])
+    pixels = files.pixels(names_of(sample.images))
     values = torch.from_numpy(np.concatenate([each.values for each in pixels]))
     mask = torch.from_numpy(np.concatenate([each.mask for each in pixels]))
     return {"pixel_values": values[None].to(dtype), "pixel_attention_mask": mask[None]}

@@ -29,6 +29,7 @@ PARTS = {
     "curriculum": "ext.curriculum.curriculum:Curriculum",
     "drafts": "ext.drafts.ranks.drafts:Drafts",
     "environments": "ext.agents.bring_up:environments_of",
+    "files of images": "ext.vision.pixels:ImageFiles",
     "folder adapters": "ext.tinker.ranks.folder_adapters:FolderAdapters",
     "folders of policies": "ext.policies.planning:settle_policies",
     "fork servers": "ext.fork_servers.fork_servers:ForkStarter",
