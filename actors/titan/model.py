@@ -55,6 +55,7 @@ from titan_rl.actors.titan.activation_offload import OffloadAC
 from titan_rl.actors.titan.adaptation import Adaptation, adaptation_of
 from titan_rl.actors.titan.compute_copies import ComputeCopies
 from titan_rl.actors.titan.document_masks import Attended
+from titan_rl.actors.titan.idefics3 import SeenImages
 from titan_rl.actors.titan.row_parts import RowParts, row_parts, whole_rows
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain
@@ -179,7 +180,7 @@ class TitanModel:
         self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
         self.row_parts = row_parts(parallelism, self.device.type)
         self.model = self._build()
-        if config.model.vision == "frozen":
+        if config.model.vision != "none":
             self._tower = self._frozen_tower()
         self.names = hf_names(self.spec, [name for name, _ in self.tensors], self.adaptation)
 
@@ -211,7 +212,8 @@ class TitanModel:
         folder, compute = self.config.model.hf_assets_path, getattr(torch, self.config.training.mixed_precision_param)
         build = needed_part("images of trainers", "model.vision")
         images = Path(self.config.job.dump_folder) / IMAGES
-        return build(folder, images, self.shape.folder_tensors(), device=self.device, dtype=compute)
+        trained = self.shape.folder_tensors()
+        return build(folder, images, trained, self.config.model.vision, device=self.device, dtype=compute)
 
     def begin(self) -> None:
         """Read the weights that the config names, or draw them from the seed."""
@@ -316,7 +318,7 @@ class TitanModel:
             self._copies.place()
         if self._tower is not None:
             tokens, images = rows.images
-            self.model.tok_embeddings.features = self._tower.features(tokens, images)
+            self.model.tok_embeddings.images = SeenImages(*self._tower.seen(tokens, images))
         masks = document_attention.masks_of(self.model, rows.attended, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 

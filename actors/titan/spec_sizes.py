@@ -57,6 +57,7 @@ def sizes(spec_name: str, config: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": eps,
         "tied": model.enable_weight_tying,
         "tensors": folder,
+        "blocks": blocks(spec, folder),
         "fused_tensors": fused(spec, folder),
         "float32_ends": getattr(spec.state_dict_adapter, "in_float32", ()),
         "recurrent_heads": recurrent_heads,
@@ -155,6 +156,16 @@ def adaptable(spec: Any) -> dict[str, tuple[str, str]]:
         if isinstance(module, Linear) and config and config[0] not in excluded:
             linears[f"{path}.weight"] = config
     return {hf_name: linears[name] for name, hf_name in hf_names(spec, list(linears)).items()}
+
+
+def blocks(spec: Any, names: Iterable[str]) -> str:
+    """Return what the names of the blocks' tensors in the folder begin with."""
+    adapter_names = adapter(spec, None).from_hf_map.items()
+    found = {hf.partition("{}")[0] for hf, name in adapter_names if name and name.startswith("layers.{}.")}
+    used = {begin for begin in found if any(name.startswith(begin) for name in names)}
+    if len(used) != 1:
+        raise ValueError(f"expected one beginning of the names of blocks, found {sorted(used)}")
+    return used.pop()
 
 
 def fused(spec: Any, names: Iterable[str]) -> dict[str, list[str]]:

@@ -22,6 +22,11 @@ KEYS: dict[str, Any] = {
     "task__name": "titan_rl.ext.vision.squares:counted",
 }
 """Keys with which a run counts squares."""
+FIRST = 4  # sequences whose gradients are compared: two without an image, and then two with one
+WATCHED = [
+    *("model.text_model.norm.weight", "model.connector.modality_projection.proj.weight"),
+    *(f"model.vision_model.encoder.layers.0.{part}" for part in ("mlp.fc1.weight", "layer_norm1.bias")),
+]
 Case = dict[str, Any]  # "tokens" of a prompt, its "images", an "answer", and its "logprobs"
 
 
@@ -51,12 +56,12 @@ def images_of(case: Case) -> tuple[ImagePlace, ...]:
     return tuple(ImagePlace(*each) for each in case["images"])
 
 
-def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str, Any]:
+def sample(run: Path, folders: Sequence[Path], vision: str, prompts: list[Case]) -> dict[str, Any]:
     """Return, for the weights of each folder, the answers of an engine; and hashes of the pixels that it saw."""
     from support.synced_engine import SyncedEngine
     from titan_rl.wire.types import Request, Sampling
 
-    synced, answers = SyncedEngine(folders[0], folders[0], images=str(run / IMAGES)), list[list[Case]]()
+    synced, answers = SyncedEngine(folders[0], folders[0], images=str(run / IMAGES), vision=vision), list[list[Case]]()
     for version, folder in enumerate(folders):
         synced.take(folder, version)
         for i, each in enumerate(prompts):
@@ -80,24 +85,27 @@ def sample(run: Path, folders: Sequence[Path], prompts: list[Case]) -> dict[str,
     return {"answers": answers, "pixels": synced.engine.pixel_sums(names), "refused": refused}
 
 
-def config_of(run: Path, folder: Path, data: int, tensor: int) -> Config:
+def config_of(run: Path, folder: Path, vision: Any, data: int, tensor: int) -> Config:
     return Config(
         job=JobSection(dump_folder=str(run)),
-        model=ModelSection(hf_assets_path=str(folder), vision="frozen"),
+        model=ModelSection(hf_assets_path=str(folder), vision=vision),
         training=TrainingSection(seq_len=SEQ_LEN, local_batch_size=1),
         parallelism=ParallelismSection(data_parallel_shard_degree=data, tensor_parallel_degree=tensor),
     )
 
 
-def score(out: Path, run: str, folder: str, mesh: tuple[int, int], sequences: list[Case]) -> dict[str, Any]:
-    """Return a trainer's log-probs of answers, and hashes of the pixels that it saw; export its model."""
+def score(
+    out: Path, run: str, folder: str, vision: str, mesh: tuple[int, int], sequences: list[Case]
+) -> dict[str, Any]:
+    """Return a trainer's log-probs of answers, hashes of the pixels that it saw, and gradients of the first answers,
+    which its data ranks share; export its model."""
     import torch.distributed as dist
 
     from titan_rl.actors.titan.model import TitanModel
     from titan_rl.batch.packing import pack, unpack
     from titan_rl.wire.types import Sample
 
-    config = config_of(Path(run), Path(folder), *mesh)
+    config = config_of(Path(run), Path(folder), vision, *mesh)
     model = TitanModel(config, shape_of(config.model), config.parallelism)
     model.begin()
     samples = [
@@ -117,4 +125,18 @@ def score(out: Path, run: str, folder: str, mesh: tuple[int, int], sequences: li
     dist.barrier()
     names = sorted({name for each in sequences for name, _ in each["images"]})
     logprobs = [row[len(each["tokens"]) :].tolist() for row, each in zip(scored, sequences, strict=True)]
-    return {"logprobs": logprobs, "pixels": model.pixel_sums(names)}
+    rank, each = dist.get_rank() // mesh[1], FIRST // mesh[0]
+    own = samples[rank * each : (rank + 1) * each]
+    packed = pack(own, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=1, pad_id=0)
+    placed = [model.placed(rows) for batch in packed for rows in batch.microbatches]
+    for i, rows in enumerate(placed):
+        model.sync_gradients(i == len(placed) - 1)
+        model.backward((model.logprobs(rows, temperature=1.0)[0] * rows.mask).sum())
+    gradients = {model.names[name]: parameter.grad for name, parameter in model.model.named_parameters()}
+    wanted = [name for name in WATCHED if name in gradients]
+    found = {name: whole(gradients[name]).flatten().tolist() for name in wanted}
+    return {"logprobs": logprobs, "pixels": model.pixel_sums(names), "gradients": found}
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

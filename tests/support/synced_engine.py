@@ -26,8 +26,10 @@ BLOCK_BYTES = 1 << 14
 class SyncedEngine:
     """An engine with the config.json of a folder, and the tensors that its next sync moves."""
 
-    def __init__(self, model_dir: Path, first: Path, dtype: str = "float32", images: str = "") -> None:
-        self.shape: ModelShape = shape_of_folder(str(model_dir), "folder")
+    def __init__(
+        self, model_dir: Path, first: Path, dtype: str = "float32", images: str = "", vision: str = "none"
+    ) -> None:
+        self.shape: ModelShape = shape_of_folder(str(model_dir), "folder", vision=vision)
         shape, room = self.shape, {"max_model_len": 128, "kv_cache_memory_mb": 32, "dtype": dtype}
         self.engine = Engine(EngineSettings(model_dir=str(model_dir), shape=shape, images=images, **room))
         verify_complete(self.engine.info.shapes, self.engine.layout.shapes)

@@ -21,7 +21,7 @@ YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 def shape_of(model: ModelSection) -> ModelShape:
     """Return the shape that [model] describes. A ValueError names the key to change."""
     if model.hf_assets_path:
-        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path", model.spec)
+        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path", model.spec, model.vision)
         if model.name not in ("auto", shape.family):
             expected = f'expected "{shape.family}" or "auto", the family of {model.hf_assets_path}'
             raise ValueError(f'model.name: {expected}, found "{model.name}"')

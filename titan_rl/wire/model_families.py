@@ -218,16 +218,26 @@ class BuiltFamily:
     engine_keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys that vLLM needs in config.json, to compute what transformers computes without them."""
     text_only: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json by which vLLM builds no tower
+    seeing: Mapping[str, str] = field(default_factory=dict)  # specs that train more of the model, by model.vision
 
 
+IDEFICS3 = BuiltFamily(
+    spec="titan_rl.actors.titan.idefics3:spec",
+    seeing=MappingProxyType(
+        {
+            "projection": "titan_rl.actors.titan.idefics3:with_projection",
+            "all": "titan_rl.actors.titan.idefics3:with_tower",
+        }
+    ),
+)
 SPECS: dict[str, BuiltFamily] = {  # by model_type
     "muse_glimmer": BuiltFamily(
         spec="titan_rl.actors.titan.muse_glimmer:spec", text_only=MappingProxyType({"has_vision": False})
     ),
     "gemma4_text": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
     "gemma4": BuiltFamily(spec="titan_rl.actors.titan.gemma4:spec"),
-    "idefics3": BuiltFamily(spec="titan_rl.actors.titan.idefics3:spec"),
-    "smolvlm": BuiltFamily(spec="titan_rl.actors.titan.idefics3:spec"),
+    "idefics3": IDEFICS3,
+    "smolvlm": IDEFICS3,
     "qwen3_5_text": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
     "qwen3_5": BuiltFamily(spec="titan_rl.actors.titan.qwen3_5:spec"),
     "deepseek_v3": BuiltFamily(

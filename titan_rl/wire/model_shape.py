@@ -435,6 +435,7 @@ class SpecShape(ModelShape):
     adaptable: Mapping[str, SpecLinear] = field(hash=False)  # layers that TorchTitan can give adapters, by their weight
     fused_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # see fused()
     float32_ends: tuple[str, ...] = ()  # ends of the names of tensors that vLLM keeps in float32
+    blocks: str = "model.layers."  # what the names of the blocks' tensors begin with; a tower has layers, too
 
     @classmethod
     def of(cls, spec: str, text: str) -> "SpecShape":
@@ -463,7 +464,7 @@ class SpecShape(ModelShape):
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        blocks = [size for name, size in self.tensors.items() if ".layers." in name]
+        blocks = [size for name, size in self.tensors.items() if name.startswith(self.blocks)]
         return [(size[0], size[1]) for size in blocks if len(size) == 2]
 
     def halves(self, dtype: str) -> tuple[str, ...]:
@@ -494,7 +495,7 @@ class SpecCounts(NamedTuple):
 def counts_of(shape: SpecShape) -> SpecCounts:
     of_blocks, in_matrices = [0] * shape.n_layers, 0
     for name, size in shape.tensors.items():
-        if layer := re.search(r"\.layers\.(\d+)\.", name):
+        if layer := re.match(rf"{re.escape(shape.blocks)}(\d+)\.", name):
             of_blocks[int(layer[1])] += math.prod(size)
             in_matrices += math.prod(size) * (len(size) == 2)
     rows = [shape.dense_rows(i) + shape.routes(i) * shape.experts * shape.hidden_dim for i in range(shape.n_layers)]
@@ -509,9 +510,10 @@ def counts_of(shape: SpecShape) -> SpecCounts:
     return SpecCounts(parts, total, of_blocks, in_matrices - 3 * shape.dim * sum(rows) - in_routers)
 
 
-def shape_of_folder(folder: str, key: str, spec: str = "") -> ModelShape:
+def shape_of_folder(folder: str, key: str, spec: str = "", vision: str = "none") -> ModelShape:
     """Return the shape of the Hugging Face folder that the config key `key` names. `spec`: the function that builds its
-    model ("module:function"); by default the one for its model_type, if there is one, else the parts of its family."""
+    model ("module:function"); by default the one for its model_type, if there is one, else the parts of its family.
+    `vision`: model.vision."""
     path = Path(folder) / "config.json"
     if not os.path.isdir(path.parent):  # unlike Path.is_dir, never raises
         fetch = "`hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub's: a run downloads nothing"
@@ -523,7 +525,7 @@ def shape_of_folder(folder: str, key: str, spec: str = "") -> ModelShape:
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not a JSON object")
         built = SPECS.get(str(found.get("model_type")))
-        if spec := spec or (built.spec if built else ""):
+        if spec := spec or (built.seeing.get(vision, built.spec) if built else ""):
             return SpecShape.of(spec, text)
         return ModelShape.from_hf(found)
     except RecursionError as error:

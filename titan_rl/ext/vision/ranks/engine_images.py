@@ -14,7 +14,7 @@ from titan_rl.wire.types import Request, names_of
 
 
 class EngineImages:
-    """The images of one engine's requests, and the tower that reads them: the folder's, which no sync writes."""
+    """The images of one engine's requests, and the parts of the tower that no sync writes: the folder's."""
 
     args: Mapping[str, Any] = {
         "language_model_only": False,
@@ -65,4 +65,5 @@ class EngineImages:
         fields = {"pixel_values": by_tiles, "pixel_attention_mask": by_tiles}
         fields["num_patches"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
         items: Any = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
-        return dict(mm_input(tokens, items, {"image": names}, {"image": ranges}, cache_salt=salt))
+        kept = [f"{name}-{salt}" for name in names]  # vLLM keeps features of images by these, and a sync changes them
+        return dict(mm_input(tokens, items, {"image": kept}, {"image": ranges}, cache_salt=salt))
