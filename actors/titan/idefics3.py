@@ -43,7 +43,7 @@ class SeenImages(NamedTuple):
 
     places_F: torch.Tensor  # in the flattened tokens
     features_F: torch.Tensor  # which feature each place reads
-    values: torch.Tensor  # of each tile: features, squares of encoded patches, or patches
+    values: torch.Tensor  # each tile's features, squares of encoded patches, or patches
     mask_NP: torch.Tensor  # patches with a pixel
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from titan_rl.wire.hf_config import refused
 
 TANH = "gelu_pytorch_tanh"
-DEFAULTS: dict[str, Any] = {  # of both model types, in transformers
+DEFAULTS: dict[str, Any] = {  # transformers has them for idefics3 and smolvlm
     **{"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16},
     **{"hidden_act": TANH, "layer_norm_eps": 1e-6},
 }
@@ -71,7 +70,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> WholeLinear.Confi
     return WholeLinear.Config(in_features=inputs, out_features=outputs, bias=bias, sharding_config=WHOLE)
 
 
-class Attention(Module):
+class PatchAttention(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         dim: int
@@ -92,7 +91,7 @@ class Attention(Module):
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
-class FeedForward(Module):
+class PatchFeedForward(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         dim: int
@@ -107,11 +106,11 @@ class FeedForward(Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
-class Layer(Module):
+class EncoderLayer(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        self_attn: Attention.Config
-        mlp: FeedForward.Config
+        self_attn: PatchAttention.Config
+        mlp: PatchFeedForward.Config
         norm: WholeNorm.Config
 
     def __init__(self, config: Config) -> None:
@@ -129,7 +128,7 @@ class Layer(Module):
 class Encoder(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        layer: Layer.Config
+        layer: EncoderLayer.Config
         layers: int
         scale: int  # patches on each side of a square
 
@@ -142,7 +141,7 @@ class Encoder(Module):
     def forward(self, patches_NPD: Tensor, mask_NP: Tensor) -> Tensor:
         """Return the encoded squares, [N, P / scale^2, D * scale^2]. The mask is true where a tile has a pixel."""
         reads, x = mask_NP[:, None, None], patches_NPD
-        for layer in self.layers:  # a tile has as many patches as a text has tokens: none of their states is kept
+        for layer in self.layers:  # a tile may have a thousand patches, whose states would fill the memory
             x = checkpoint(layer, x, reads, use_reentrant=False)
         return squares(self.post_layernorm(x), self._scale)
 
@@ -182,9 +181,9 @@ def reader(config: Mapping[str, Any], *, encoder: bool) -> Reader.Config:
         return Reader.Config(projection=projection)
     if (found := vision["hidden_act"]) != TANH:
         raise ValueError(refused("vision_config.hidden_act", TANH, found))
-    layer = Layer.Config(
-        self_attn=Attention.Config(dim=dim, heads=vision["num_attention_heads"]),
-        mlp=FeedForward.Config(dim=dim, hidden_dim=vision["intermediate_size"]),
+    layer = EncoderLayer.Config(
+        self_attn=PatchAttention.Config(dim=dim, heads=vision["num_attention_heads"]),
+        mlp=PatchFeedForward.Config(dim=dim, hidden_dim=vision["intermediate_size"]),
         norm=WholeNorm.Config(normalized_shape=dim, eps=vision["layer_norm_eps"], sharding_config=WHOLE),
     )
     layers = Encoder.Config(layer=layer, layers=vision["num_hidden_layers"], scale=scale)

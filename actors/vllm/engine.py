@@ -450,6 +450,8 @@ class Engine:
                 self._enqueue(open, samples)
         else:
             self._llm.reset_prefix_cache(reset_running_requests=True)
+            if self._images is not None:
+                self._llm.reset_encoder_cache()  # has features of images by trained parts of a tower
         self.versions[slot] = version
 
     def fingerprint(self) -> dict[str, str]:

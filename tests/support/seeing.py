@@ -132,6 +132,7 @@ def score(
     for i, rows in enumerate(placed):
         model.sync_gradients(i == len(placed) - 1)
         model.backward((model.logprobs(rows, temperature=1.0)[0] * rows.mask).sum())
+    model.reshard()
     gradients = {model.names[name]: parameter.grad for name, parameter in model.model.named_parameters()}
     wanted = [name for name in WATCHED if name in gradients]
     found = {name: whole(gradients[name]).flatten().tolist() for name in wanted}

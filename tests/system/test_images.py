@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from support.running import Run, RunFiles, Runs
+from support.slow_cases import slow_except
 from titan_rl.ext.vision import find_square, tiny_folder
 from titan_rl.ext.vision.pixels import placeholders_of
 from titan_rl.ext.vision.squares import drawn
@@ -31,9 +34,10 @@ TURNS = (
 )
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 STEPS = 3
+LOW: dict[str, Any] = {"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"}
 ADAPTERS: dict[str, Any] = {
     **{"lora__rank": 8, "lora__sync": "adapter", "algorithm__kl_coef": 0.01, "optimizer__lr": 1e-4},
-    **{"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"},
+    **LOW,
     **{"rollout__max_staleness_steps": 1, "cold_start__lr": 1e-2, "training__steps": 2},
 }
 
@@ -103,6 +107,32 @@ def test_adapters_beside_a_tower_in_16_bits_with_a_lag(runs: Runs, keys: dict[st
         names = set(file.keys())
     layers = {name.partition(".layers.")[0] for name in names}
     assert layers == {"base_model.model.model.text_model"}
+
+
+@pytest.mark.parametrize(
+    ("more", "gap"),
+    slow_except(
+        [
+            ({"algorithm__kl_coef": 0.01}, 1e-5),
+            ({**LOW, "rollout__max_staleness_steps": 1, "weight_sync__in_flight": "keep", "optimizer__lr": 1e-5}, 5e-2),
+        ],
+        0,
+    ),
+)
+def test_a_run_trains_the_tower(
+    runs: Runs, keys: dict[str, Any], more: dict[str, Any], gap: float, tmp_path: Path
+) -> None:
+    """Beside a reference with another tower; and in 16 bits with a lag, where engines keep old keys and values."""
+    run = runs.finish(tmp_path / "run", "count_squares", small=False, **(keys | {"model__vision": "all"} | more))
+    steps = run.lines("metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, STEPS]
+    assert all(0 < line["logprob_gap/image"] < gap for line in steps)
+    assert "nothing lost, nothing twice" in output_of("audit", run.folder)
+    before = load_file(keys["model__hf_assets_path"] / "model.safetensors")
+    after = {name: w for file in (run.folder / "hf").glob("*.safetensors") for name, w in load_file(file).items()}
+    assert after.keys() == before.keys()
+    same = {name for name, w in before.items() if np.array_equal(w, after[name])}
+    assert same == {name for name in before if "vision_model.embeddings" in name}
 
 
 def output_of(tool: str, *arguments: object) -> str:

@@ -19,9 +19,9 @@ class ModelSection:
     """Function "package.module:name" that returns a TorchTitan ModelSpec for the keys of the folder's config.json, see
     docs/models.md. Empty: the model_type's own."""
     vision: Literal["none", "frozen", "projection", "all"] = "none"
-    """Whether prompts have images (idefics3, smolvlm), and what of the folder's vision tower is trained beside the text
-    model. "frozen": nothing. "projection": the projection to the text model. "all": the projection and the encoder, but
-    no embeddings of patches. "none": prompts have text only, without the tower's memory."""
+    """Whether prompts have images (idefics3, smolvlm), and which parts of the folder's vision tower are trained beside
+    the text model. "frozen": none. "projection": the projection to the text model. "all": the projection and the
+    encoder, but no embeddings of patches. "none": prompts have text only, without the tower's memory."""
     hub_name: str = ""
     """Name of these weights on a model hub, as in "Qwen/Qwen3-0.6B". Exported adapters name it as their base. Empty:
     they name the folder, which other machines lack."""

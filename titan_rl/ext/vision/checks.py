@@ -30,6 +30,13 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
             yield f"{mesh}.context_parallel_degree: expected 1, {why}, found {found}"
     if config.rollout_code:
         yield from blind_problems(config, f"for images of {config.rollout_code}")
+    if config.model.vision != "frozen":
+        if config.lora.rank:
+            yield wrong(
+                "model.vision", '"frozen" with lora.rank, as adapters leave all weights of the model as they are'
+            )
+        if config.model.spec:
+            yield wrong("model.vision", '"frozen" with model.spec, whose function chooses the trained weights')
     if config.generator.quantization != "none":
         yield wrong("generator.quantization", '"none", because it would round the vision tower too')
     if config.generator.drafts != "none":

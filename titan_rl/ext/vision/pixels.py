@@ -122,9 +122,14 @@ class Placeholders(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Placeholders":
         """Read a config.json."""
-        vision, scale = config["vision_config"], config.get("scale_factor", 2)
-        patches = vision["image_size"] // vision["patch_size"]
-        return cls(config["image_token_id"], patches**2 // scale**2)
+        scale = config.get("scale_factor", 2)
+        return cls(config["image_token_id"], cls.patches_of(config) // scale**2)
+
+    @staticmethod
+    def patches_of(config: Mapping[str, Any]) -> int:
+        """Return the number of patches of a tile."""
+        vision = config["vision_config"]
+        return (vision["image_size"] // vision["patch_size"]) ** 2
 
     def of_images(
         self, tokens: Sequence[int] | np.ndarray, images: Sequence[ImagePlace], tiles: Sequence[int]

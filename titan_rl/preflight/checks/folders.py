@@ -23,7 +23,7 @@ EXPERIMENT = (
     *(f"task.{field.name}" for field in fields(TaskSection) if field.name not in OPERATION),
     *(f"algorithm.{name}" for name in ("name", "advantage", "normalize", "credit", "ratio", "clip", "kl_in")),
     *("algorithm.teacher_weights", "algorithm.teacher_context", "teacher.template"),
-    *("model.hf_assets_path", "environment.name", "environment.args"),
+    *("model.hf_assets_path", "model.vision", "environment.name", "environment.args"),
     *("reward_model.hf_assets_path", "teacher.hf_assets_path"),
 )
 """Keys with whose values a run is another experiment. Others, such as rates and limits, may change at a resume."""

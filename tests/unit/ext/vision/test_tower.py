@@ -38,9 +38,16 @@ def as_smolvlm(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "tied", "vision"),
-    [("idefics3", False, "frozen"), ("smolvlm", True, "projection"), ("smolvlm", False, "all"), ("idefics3", True, "all")],
+    [
+        ("idefics3", False, "frozen"),
+        ("smolvlm", True, "projection"),
+        ("smolvlm", False, "all"),
+        ("idefics3", True, "all"),
+    ],
 )
-def test_log_probs_gradients_and_export_are_transformers(model_type: str, tied: bool, vision: Any, tmp_path: Path) -> None:
+def test_log_probs_gradients_and_export_are_transformers(
+    model_type: str, tied: bool, vision: Any, tmp_path: Path
+) -> None:
     """Of prompts with no image, one and two, some of which differ in their images only."""
     folder = tiny_folder.write_folder(tmp_path / "model", text=TEXT, tied=tied)
     if model_type == "smolvlm":
@@ -80,7 +87,7 @@ def test_log_probs_gradients_and_export_are_transformers(model_type: str, tied: 
     wanted = {name: p.grad for name, p in theirs.named_parameters() if name in ours}
     assert ours.keys() == wanted.keys()
     for key, gradient in wanted.items():
-        assert (ours[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, key  # of keys' biases it is 0
+        assert (ours[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, key  # zero for the biases of keys
     assert all(p.grad is None and not p.requires_grad for p in model._tower.model.parameters())
     written = adapter(built, None).to_hf(model.model.state_dict())
     tensors = load_file(folder / "model.safetensors")

@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder.write_folder(tmp_path_factory.mktemp("folders") / "model")
 
 
-def seeing(folder: Path, toml: str = "") -> str:
-    return f'[model]\nhf_assets_path = "{folder}"\nvision = "frozen"\n{toml}'
+def seeing(folder: Path, toml: str = "", vision: str = "frozen") -> str:
+    return f'[model]\nhf_assets_path = "{folder}"\nvision = "{vision}"\n{toml}'
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,24 @@ def seeing(folder: Path, toml: str = "") -> str:
 )
 def test_features_that_do_not_know_images_are_refused(folder: Path, tmp_path: Path, toml: str, problem: str) -> None:
     found = problems(config(tmp_path, seeing(folder, toml)))
+    assert len(found) == bool(problem)
+    assert all(each.startswith(problem) for each in found)
+
+
+@pytest.mark.parametrize("vision", ["projection", "all"])
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ("", ""),
+        ("[algorithm]\nkl_coef = 0.01\n[generator]\ndtype = 'bfloat16'", ""),
+        ("spec = 'titan_rl.actors.titan.idefics3:spec'", 'model.vision: expected "frozen" with model.spec, whose'),
+        ("[lora]\nrank = 8", 'model.vision: expected "frozen" with lora.rank, as adapters leave all weights of'),
+    ],
+)
+def test_a_trained_tower_needs_trained_weights(
+    folder: Path, tmp_path: Path, toml: str, problem: str, vision: str
+) -> None:
+    found = problems(config(tmp_path, seeing(folder, toml, vision)))
     assert len(found) == bool(problem)
     assert all(each.startswith(problem) for each in found)
 
@@ -111,3 +129,19 @@ def test_memory_counts_the_tower_and_the_features(folder: Path, tmp_path: Path) 
         found, without = estimate(seen).parts, estimate(blind).parts
         assert {name: part.nbytes for name, part in found.items() if name not in without} == more
         assert without.items() <= found.items()
+
+
+def test_memory_counts_a_trained_encoder(folder: Path, tmp_path: Path) -> None:
+    """Once, as the model's weights; with the activations of a microbatch full of images."""
+    by_vision = {}
+    for vision in ("frozen", "projection", "all"):
+        seen = on_device(config(tmp_path, seeing(folder, "[training]\nseq_len = 128", vision)), "cpu")
+        by_vision[vision] = memory.trained(seen, shape=shape_of(seen.model), p=seen.parallelism).parts
+    frozen, projection, whole = by_vision.values()
+    sizes = {name: w.size for name, w in load_file(folder / "model.safetensors").items()}
+    moved = sum(size for name, size in sizes.items() if "connector" in name)
+    assert frozen["tower"].nbytes - projection["tower"].nbytes == moved * 4
+    moved = sum(size for name, size in sizes.items() if ".encoder." in name or "post_layernorm" in name)
+    assert projection["tower"].nbytes - whole["tower"].nbytes == moved * 4
+    assert "encoder" not in projection
+    assert whole["encoder"].formula.endswith(" tiles x 64 patches x 1 layers")
