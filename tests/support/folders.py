@@ -34,7 +34,7 @@ def write_header(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str 
 
 def write_models(config: Config) -> None:
     """The folders that a config takes its policy and its roles from, all of one shape."""
-    if config.model.vision == "frozen":
+    if config.model.vision != "none":
         tiny_folder.write_folder(Path(config.model.hf_assets_path))
         return
     if config.model.hf_assets_path:
