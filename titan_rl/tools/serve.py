@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, as_toml
+from titan_rl.config.toml import ConfigError
 from titan_rl.meshes.starter import KINDS
 from titan_rl.preflight.pretrained import FetchFailed, with_models
 from titan_rl.tools.deployed import (
@@ -37,12 +37,14 @@ from titan_rl.tools.refused_input import UsageError, named_refusals
 from titan_rl.wire.program import DONE, STOPPED, command_of, enter, path_argument
 
 if TYPE_CHECKING:
+    from titan_rl.ext.agents.policy_endpoint import ImagesOfRequests
     from titan_rl.meshes.model_mesh import ModelMesh
     from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
 
 PROG = "titan_rl serve"
 KEY = "TITAN_RL_API_KEY"
+SIGHT = "ext.vision.checks"
 TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it
 LAST_ANSWERS_SECONDS = 2.0  # in which clients fetch why the server ends
 
@@ -54,9 +56,6 @@ def main(argv: Sequence[str]) -> int:
             return serve_tinker(options, overrides_of(other_arguments))
         chosen = choose(options.target, options.step, options.config, overrides_of(other_arguments))
         config = without_task(chosen.config)
-        if config.model.vision != "none":
-            found = f"{as_toml(config.model.vision)}; --model.vision none serves the text model"
-            raise UsageError(f'model.vision: expected "none", because prompts of clients have no images, found {found}')
         return in_own_network(PROG, config, lambda scratch: serve(chosen, config, options, scratch))
 
 
@@ -110,8 +109,27 @@ def serve(chosen: Chosen, config: Config, options: argparse.Namespace, scratch: 
     with terminal.phase(f"weights: {chosen.name}"):
         folder = exported(chosen, scratch)
     setup = setup_of(config, folder, scratch)
-    code = drive(lambda: served(setup, chosen.name, bound, terminal), terminal)
+    images = images_of(setup, terminal)
+    code = drive(lambda: served(setup, chosen.name, bound, images, terminal), terminal)
     return DONE if code == STOPPED else code
+
+
+def images_of(setup: "Setup", terminal: "Terminal") -> "ImagesOfRequests | None":
+    """Return the reader of clients' images. None: the model reads text."""
+    from titan_rl.wire.parts import modules_of, needed_part
+    from titan_rl.wire.types import IMAGES
+
+    if setup.config.model.vision == "none":
+        return None
+    checks = modules_of([SIGHT])
+    if problems := [found for each in checks for found in each.problems(setup.config, setup.shape, setup.device)]:
+        raise UsageError("; ".join(problems))
+    reader = needed_part("images of requests", "model.vision")
+    try:
+        with terminal.phase("images: the folder's processor"):
+            return reader(setup.model_folder, setup.folder / IMAGES)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.vision: expected a processor in {setup.model_folder}, found {error}") from error
 
 
 def serve_tinker(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
@@ -228,7 +246,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host, --port: expected an address to listen on, found {host}:{port} ({error})") from error
 
 
-async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Terminal") -> int:
+async def served(
+    setup: "Setup", name: str, bound: socket.socket, images: "ImagesOfRequests | None", terminal: "Terminal"
+) -> int:
     from titan_rl.ext.agents.conversation import ChatText, PlainText
     from titan_rl.ext.agents.policy_endpoint import PolicyEndpoint
     from titan_rl.rollout.session import SessionLimits
@@ -236,6 +256,8 @@ async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Ter
 
     config, tokenizer = setup.config, setup.tokenizer
     chat = config.task.template == "chat"
+    if images and not chat:
+        terminal.warn('images are parts of chats, which need task.template = "chat"')
     renderer = ChatText(tokenizer) if chat else PlainText(tokenizer, setup.sampling.stop_token_ids)
     user_key = os.environ.get(KEY, "")
     key = user_key or f"sk-{secrets.token_hex(16)}"
@@ -247,6 +269,7 @@ async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Ter
             sampling=setup.sampling,
             context=SessionLimits.of(config, played=True).context,
             model="policy",
+            images=images,
         )
         await endpoint.listen(bound)
         host, port = bound.getsockname()[:2]

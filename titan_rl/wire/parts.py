@@ -37,6 +37,7 @@ PARTS = {
     "image tokens": "ext.vision.image_tokens:read_prompt",
     "images kept": "ext.vision.kept_images:keep",
     "images of engines": "ext.vision.ranks.engine_images:EngineImages",
+    "images of requests": "ext.vision.request_images:ServedImages",
     "images of rows": "ext.vision.row_images:read_images",
     "images of trainers": "ext.vision.ranks.tower:Tower",
     "images of turns": "ext.vision.turn_images:TurnImages",

@@ -39,6 +39,12 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+def image_tokens() -> Refused:
+    """Return the refusal of token ids that stand for an image."""
+    text = "expected tokens of text, found an image's: send images to /v1/chat/completions"
+    return Refused(HTTPStatus.BAD_REQUEST, "invalid_tokens", text)
+
+
 class Wish(NamedTuple):
     """What a client may choose about a turn."""
 
@@ -119,8 +125,7 @@ class AgentSession:
         kept = 0 if after is None else self._contexts.length(after)
         new = list(tokens[kept:])
         if self._renderer.reads_image(new):
-            text = "expected tokens of text, found an image's: send images to /v1/chat/completions"
-            raise Refused(HTTPStatus.BAD_REQUEST, "invalid_tokens", text)
+            raise image_tokens()
         return await self._sample(PROMPT if after is None else after, Delta(kept, new), wish)
 
     def take_model(self, model: object) -> None:

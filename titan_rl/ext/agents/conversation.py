@@ -8,9 +8,10 @@ Text from outside never becomes a control token: a tool that prints the end toke
 import asyncio
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from titan_rl.ext.agents.adapters import Conversation
 from titan_rl.ext.agents.episodes import Observation, Reply, messages_from, parts_of
@@ -52,6 +53,12 @@ class TextAndImages:
     def __init__(self, images: ReadsImages | None) -> None:
         """`images`: None if the model reads none."""
         self._images = images
+
+    def reading(self, images: ReadsImages) -> Self:
+        """Return this renderer with another reader of images."""
+        made = copy(self)
+        made._images = images
+        return made
 
     async def named(self, observation: Observation) -> Observation:
         """Return an observation with the names of its images in place of the images."""

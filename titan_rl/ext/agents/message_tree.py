@@ -73,53 +73,53 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def readable(messages: object) -> list[Message]:
+def readable(messages: object, *, names: bool = True) -> list[Message]:
     """Return a request's messages with their text as one string, or as parts if there is an image. Raise BadMessage if
-    they are no conversation."""
+    they are no conversation. `names`: an image may be given by its name."""
     if not isinstance(messages, list) or not messages:
         raise BadMessage(f"messages: expected a list of at least one message, found {shortened(messages)}")
-    return [_readable(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_readable(message, f"messages[{i}]", names) for i, message in enumerate(messages)]
 
 
-def _readable(message: object, where: str) -> Message:
+def _readable(message: object, where: str, names: bool) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadMessage(f'{where}: expected an object with a "role", found {shortened(message)}')
     fields = {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
-    fields["content"] = _content(message.get("content"), where)
+    fields["content"] = _content(message.get("content"), where, names)
     if message.get("tool_calls"):
         fields["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return fields
 
 
-def _content(content: object, where: str) -> str | list[dict[str, Any]]:
+def _content(content: object, where: str, names: bool) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     given = content if isinstance(content, list) else [content]
-    parts = [_part(part, where) for part in given]
+    parts = [_part(part, where, names) for part in given]
     if shows_images(parts):
         return parts
     return "".join(part["text"] for part in parts)
 
 
-def _part(part: object, where: str) -> dict[str, Any]:
+def _part(part: object, where: str, names: bool) -> dict[str, Any]:
     if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-        return {"type": "image", "image": _image(part, where)}
+        return {"type": "image", "image": _image(part, where, names)}
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         raise BadMessage(f"{where}.content: expected text or parts with text, found {shortened(part)}")
     return {"type": "text", "text": text}
 
 
-def _image(part: Mapping[str, Any], where: str) -> str:
+def _image(part: Mapping[str, Any], where: str, names: bool) -> str:
     """Return a data URL or a name. A client may not have this process read a file by its path."""
     value = part.get("image_url") or part.get("image")
     if isinstance(value, Mapping):
         value = value.get("url")
-    if isinstance(value, str) and (value.startswith("data:") or IMAGE_NAME.fullmatch(value)):
+    if isinstance(value, str) and (value.startswith("data:") or (names and IMAGE_NAME.fullmatch(value))):
         return value
-    expected = "an image as a data URL, or by its name in the row"
+    expected = "an image as a data URL, or by its name in the row" if names else "an image as a data URL"
     raise BadMessage(f"{where}.content: expected {expected}, found {shortened(part)}")
 
 

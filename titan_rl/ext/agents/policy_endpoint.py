@@ -3,23 +3,25 @@
     http://HOST:PORT/v1/{models,chat/completions,completions}      http://HOST:PORT/inference/v1/generate
 
 Unlike an agent's endpoint, one key opens it, and clients choose how to sample. What is not supported is refused, never
-ignored.
+ignored. Images of a chat are data URLs; their files are deleted when the request ends.
 """
 
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from titan_rl.ext.agents.agent_session import CODES, AgentSession, Refused, ServedTurn, Wish
-from titan_rl.ext.agents.conversation import Delta, Renderer
-from titan_rl.ext.agents.episodes import EpisodeOver, Limits
+from titan_rl.ext.agents.agent_session import CODES, AgentSession, Refused, ServedTurn, Wish, image_tokens
+from titan_rl.ext.agents.conversation import Delta, ReadsImages, Renderer
+from titan_rl.ext.agents.episodes import Limits, messages_from
+from titan_rl.ext.agents.message_tree import readable
 from titan_rl.ext.agents.openai_endpoint import (
     Answers,
     Body,
@@ -33,7 +35,7 @@ from titan_rl.ext.agents.play import Asks, Sampled
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, ContextScore, Generates, ImagePlace, Prompt, Request, Sampling
 
 MOST_CHARACTERS = 2**16  # prompts of this length are always read
 MOST_ANSWERS = 4096  # to one request
@@ -51,22 +53,42 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that a client may send only with a value that changes nothing."""
 
+Answer = TypeVar("Answer")
+
+
+class ImagesOfRequests(Protocol):
+    """Reads the images of requests (ext/vision/request_images.py)."""
+
+    def request(self) -> AbstractContextManager[ReadsImages]:
+        """Return a context in which the images of one request are kept for engines."""
+        ...
+
 
 class PolicyEndpoint(OpenAIEndpoint):
     root = ""
 
     def __init__(
-        self, generators: Generates, renderer: Renderer, *, key: str, sampling: Sampling, context: int, model: str
+        self,
+        generators: Generates,
+        renderer: Renderer,
+        *,
+        key: str,
+        sampling: Sampling,
+        context: int,
+        model: str,
+        images: ImagesOfRequests | None = None,
     ) -> None:
-        """`sampling` applies where a client chooses nothing; `context` limits the tokens of a prompt and its answer."""
+        """`sampling` applies where a client chooses nothing; `context` limits the tokens of a prompt and its answer;
+        `images`: None if the model reads none."""
         super().__init__(model, context)
+        self._images = images
         self._generators, self._renderer, self._access = generators, renderer, key
         self._sampling, self._context = sampling, context
         self._numbers = itertools.count()
 
     def _seats(self, request: web.Request) -> Mapping[str, AgentSession]:
         authorize(request, self._access)
-        return {"": self._fresh(self._sampling, 0, ())}
+        return {"": self._fresh(self._renderer, self._sampling, 0, ())}
 
     def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handled(request: web.Request) -> web.StreamResponse:
@@ -74,16 +96,28 @@ class PolicyEndpoint(OpenAIEndpoint):
             body = json_body(await request.read())
             chosen = body.get("sampling_params") or body
             sampling, seed, stops, n = self._wishes(chosen if isinstance(chosen, dict) else {})
-            each = [{**one, "n": 1} for one in one_by_one(body) for _ in range(n)]
-            for one in each[::n]:
-                self._refuse_long(one)
-            if len(each) > MOST_ANSWERS:
-                raise bad_request(f"n, prompt: expected at most {MOST_ANSWERS} answers, found {len(each)}")
-            sessions = [self._fresh(sampling, seed + i, stops) for i in range(len(each))]
-            replies = await asyncio.gather(*map(answers, sessions, each))
+            with self._reading() as renderer:
+                if answers == self._chat:
+                    body = {**body, "messages": await named(renderer, readable(body.get("messages"), names=False))}
+                each = [{**one, "n": 1} for one in one_by_one(body) for _ in range(n)]
+                for one in each[::n]:
+                    self._refuse_long(one)
+                if len(each) > MOST_ANSWERS:
+                    raise bad_request(f"n, prompt: expected at most {MOST_ANSWERS} answers, found {len(each)}")
+                sessions = [self._fresh(renderer, sampling, seed + i, stops) for i in range(len(each))]
+                replies = await all_of(map(answers, sessions, each))
             return await replied(request, body, *together(replies))
 
         return handled
+
+    @contextmanager
+    def _reading(self) -> Iterator[Renderer]:
+        """Yield the renderer of one request. What it reads of images is kept until the end."""
+        if self._images is None:
+            yield self._renderer
+            return
+        with self._images.request() as images:
+            yield self._renderer.reading(images)
 
     def _refuse_long(self, body: Body) -> None:
         """Refuse a text with more characters than the longest tokens of a context have: to tokenize it would keep every
@@ -119,34 +153,35 @@ class PolicyEndpoint(OpenAIEndpoint):
         truncation = {"top_p": top_p, "top_k": max(top_k, 0), "min_p": min_p}
         return replace(self._sampling, temperature=temperature, **truncation), seed, stops, n
 
-    def _fresh(self, sampling: Sampling, seed: int, stops: Sequence[str]) -> AgentSession:
+    def _fresh(self, renderer: Renderer, sampling: Sampling, seed: int, stops: Sequence[str]) -> AgentSession:
         """Return the session of one answer."""
-        opening = self._renderer.tokenizer.opening
+        opening = renderer.tokenizer.opening
 
-        async def generated(tokens: list[int], most: int | None, scores: bool = False) -> tuple[int, Completion]:
+        async def generated(
+            tokens: list[int], most: int | None, *, scores: bool = False, images: tuple[ImagePlace, ...] = ()
+        ) -> tuple[int, Completion]:
             room = self._context - len(tokens)
             if room < 1:
-                raise EpisodeOver("context_overflow")
+                raise overflow(self._context, len(tokens), len(images))
             number, most = next(self._numbers), min(most or sampling.max_new_tokens, room)
             limited = replace(sampling, max_new_tokens=most, scores_context=scores)
             try:
                 (completion,) = await self._generators.generate(
-                    Request(f"serve-{number}", tokens, [seed % 2**31], limited)
+                    Request(f"serve-{number}", tokens, [seed % 2**31], limited, images=images)
                 )
             except RequestRefused as error:
                 raise Refused(HTTPStatus.BAD_REQUEST, "invalid_request", str(error)) from error
             return number, completion
 
         async def ask(delta: Delta, most: int | None, *, after: int | None = None, logprobs: bool = False) -> Sampled:
-            assert not delta.images  # the renderer of a server refuses them
-            number, completion = await generated([*opening[: delta.kept], *delta.new], most)
+            number, completion = await generated([*opening[: delta.kept], *delta.new], most, images=delta.images)
             return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
 
         async def score(tokens: list[int], most: int | None) -> tuple[Sampled, list[ContextScore]]:
             number, completion = await generated(tokens, most, scores=True)
             return Sampled(completion.tokens, completion.finish, number, completion.logprobs), completion.context
 
-        return OneAnswer(Prompt(0, "", opening, ""), self._renderer, ask, score, stops)
+        return OneAnswer(Prompt(0, "", opening, ""), renderer, ask, score, stops)
 
     async def _complete(self, session: AgentSession, body: Body) -> tuple[Any, list[Any]]:
         """Answer a completion. With `echo` its text and log-probs begin with the prompt's: log-likelihood tasks of
@@ -191,10 +226,9 @@ class OneAnswer(AgentSession):
         known = isinstance(tokens, list) and all(type(token) is int and 0 <= token < size for token in tokens)
         if not known or not tokens:
             raise bad_request(f"prompt: expected one text, or a list of token ids from 0 to {size - 1}, with echo")
-        try:
-            sampled, scores = await self._score(tokens, most or 1 if most is not None else None)
-        except EpisodeOver as error:
-            raise self._over(error.status, f"a context of {len(tokens)} tokens cannot be sampled") from error
+        if self._renderer.reads_image(tokens):
+            raise image_tokens()
+        sampled, scores = await self._score(tokens, most or 1 if most is not None else None)
         if most == 0:
             sampled = sampled._replace(tokens=[], logprobs=(), finish="length")
         return self._cut(ServedTurn(tokens, sampled, self.tokenizer.decode(sampled.tokens), {})), scores
@@ -216,6 +250,35 @@ class OneAnswer(AgentSession):
         if (text, message) == (served.text, served.message):
             return served
         return served._replace(text=text, message=message, sampled=served.sampled._replace(finish="stop"))
+
+
+async def named(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the names of their images. A thread reads them, and ends before a cancelled request."""
+    reading = asyncio.ensure_future(renderer.named(messages))
+    try:
+        return messages_from(await asyncio.shield(reading))
+    except ValueError as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, "invalid_messages", str(error)) from error
+    finally:
+        await asyncio.wait([reading])
+
+
+async def all_of(answers: Iterable[Awaitable[Answer]]) -> list[Answer]:
+    """Return all answers. If one is refused, the others end first."""
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def overflow(context: int, tokens: int, images: int) -> Refused:
+    """Return the refusal of a prompt that leaves no room for an answer."""
+    found = f"{tokens}, with the placeholders of {images} images" if images else f"{tokens}"
+    text = f"expected a prompt of at most {context - 1} tokens, found {found} (context_overflow)"
+    return Refused(HTTPStatus.BAD_REQUEST, CODES["context_overflow"], text)
 
 
 def characters(value: Any) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from titan_rl.ext.vision.image_tokens import ImageProcessor, Places, Size, expand
 from titan_rl.ext.vision.kept_images import keep
 from titan_rl.ext.vision.row_images import image_at, in_messages
+from titan_rl.tasks.examples import RowImage
 from titan_rl.text.template import Message
 
 MOST_SIZES = 2**16  # that a process remembers, of images
@@ -36,13 +37,17 @@ class TurnImages:
         """Keep the images of messages, and return the messages with their names. Raise ValueError for a bad image."""
         known = [self._with_paths(message) for message in messages]
         named, images = in_messages(known, deque(), Path())
+        self.keep(images)
+        return named
+
+    def keep(self, images: Sequence[RowImage]) -> None:
+        """Write the images that the directory lacks."""
         keep(images, self._directory)
         if len(self._sizes) > MOST_SIZES:
             self._sizes.clear()
         for image in images:
             self._sizes[image.hash] = size = (image.width, image.height)
             self._tokens_of(size)
-        return named
 
     def expanded(self, tokens: Sequence[int], names: Sequence[str]) -> tuple[list[int], Places]:
         """Return tokens that have one token for each image as the model reads them. Raise ValueError if they stand for
