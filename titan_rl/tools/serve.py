@@ -126,7 +126,10 @@ def images_of(setup: "Setup", terminal: "Terminal") -> "ImagesOfRequests | None"
         raise UsageError("; ".join(problems))
     reader = needed_part("images of requests", "model.vision")
     try:
-        with terminal.phase("images: the folder's processor"):
+        with terminal.phase("images: processor of the folder"):
+            from transformers.utils import logging
+
+            logging.set_verbosity_error()  # on defaults of configs that the folder overrides
             return reader(setup.model_folder, setup.folder / IMAGES)
     except (OSError, ValueError) as error:
         raise UsageError(f"model.vision: expected a processor in {setup.model_folder}, found {error}") from error

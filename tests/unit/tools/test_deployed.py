@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from titan_rl.config.toml import to_toml
 from titan_rl.preflight.checks.rollouts import check_evaluation
 from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.terminal import Terminal
 from titan_rl.tasks.task import load_task
 from titan_rl.tools import audit, ctl, export
 from titan_rl.tools import eval as eval_program
@@ -174,12 +176,12 @@ def test_a_server_reads_no_data() -> None:
     assert (config.task.template, config.task.name, config.task.images_key) == ("chat", "addition", "")
 
 
-def test_a_server_reads_no_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        serve_program.main([str(run), "--model.vision", "frozen"])
-    assert stop.value.code == 2
-    expected = 'model.vision: expected "none", because prompts of clients have no images, found "frozen"'
-    assert capsys.readouterr().err.count(expected) == 1
+def test_a_server_of_a_model_that_cannot_see_is_refused() -> None:
+    setup: Any = SimpleNamespace(config=Config(), shape=SimpleNamespace(family="llama"), device="cpu")
+    assert serve_program.images_of(setup, Terminal()) is None
+    setup.config = replace(Config(), model=replace(Config().model, vision="frozen"))
+    with pytest.raises(UsageError, match='expected "none", because only folders of'):
+        serve_program.images_of(setup, Terminal())
 
 
 @pytest.mark.parametrize(

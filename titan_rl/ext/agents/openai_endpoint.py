@@ -26,7 +26,7 @@ from titan_rl.ext.agents.message_tree import BadMessage, readable
 from titan_rl.ext.agents.openai_replies import Replies
 from titan_rl.ext.agents.play import scored
 from titan_rl.ext.agents.players import Seats, outcome_of_players
-from titan_rl.tasks.user_code import call_user
+from titan_rl.tasks.user_code import call_user, shortened
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Prompt
 from titan_rl.wire.user_functions import keywords_of
@@ -177,8 +177,8 @@ class OpenAIEndpoint:
         wish = Wish(_positive(body, "max_tokens"), logprobs is not None and logprobs is not False)
         if isinstance(prompt, str):
             return self._replies.text(await session.complete(prompt, wish), session.tokenizer, body)
-        if not isinstance(prompt, list):
-            raise bad_request("prompt: expected one text or one list of token ids")
+        if not isinstance(prompt, list) or any(isinstance(each, dict) for each in prompt):
+            raise bad_request(f"prompt: expected one text or one list of token ids, found {shortened(prompt)}")
         return self._replies.text(await session.generate(prompt, wish), session.tokenizer, body)
 
     async def _generate(self, session: AgentSession, body: Body) -> tuple[Any, list[Any]]:
