@@ -4,8 +4,8 @@ import asyncio
 import random
 import socket
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from PIL import Image
 
 from support.agent_rollouts import Client
 from titan_rl.ext.agents.conversation import ChatText, PlainText, Renderer
+from titan_rl.ext.agents.message_tree import readable
 from titan_rl.ext.agents.policy_endpoint import MOST_CHARACTERS, PolicyEndpoint
 from titan_rl.ext.vision import tiny_folder, turn_images
 from titan_rl.ext.vision.kept_images import name_of
 from titan_rl.ext.vision.request_images import ServedImages
+from titan_rl.tasks.examples import RowImage
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RequestRefused
@@ -54,16 +56,19 @@ class Engines:
         self.end, self.directory = renderer.tokenizer.eos, directory
         self.asked: list[Request] = []
         self.refuses: set[int] = set()  # requests by their seed
+        self.missed: list[str] = []  # images that were not there
 
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append(request)
         for _ in range(3):
             await asyncio.sleep(0.002)
-            for name, begin in request.images:
-                assert name_of((self.directory / name).read_bytes()) == name
-                assert len(set(request.tokens[begin : begin + RUN])) == 1
-        if request.seeds[0] in self.refuses:
-            raise RequestRefused("request: refused on order")
+            names = [name for name, _ in request.images]
+            self.missed += [name for name in names if not (self.directory / name).is_file()]
+            if request.seeds[0] in self.refuses:
+                raise RequestRefused("request: refused on order")
+        for name, begin in request.images:
+            assert name_of((self.directory / name).read_bytes()) == name
+            assert len(set(request.tokens[begin : begin + RUN])) == 1
         return [Completion([self.end], [-0.5], [0], "stop")]
 
 
@@ -89,6 +94,7 @@ async def serving(folder: Path, *, sees: bool = True, chat: bool = True) -> Asyn
     async with aiohttp.ClientSession() as http:
         yield Client(http, f"http://127.0.0.1:{bound.getsockname()[1]}/v1", KEY), engines
     await endpoint.close()
+    assert not engines.missed
     assert not directory.exists() or not [*directory.iterdir()], "a request ended, and its images stayed"
 
 
@@ -204,6 +210,23 @@ async def test_a_server_without_sight_refuses_images(folder: Path, settings: dic
         assert status == 400
         assert message in answer["error"]["message"]
     assert not engines.asked
+
+
+def test_an_ending_request_leaves_the_images_of_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, shown = folder.parent / "images", readable(asking(url_of(picture(0)))["messages"])
+    served, first = ServedImages(folder, directory), ExitStack()
+    first.enter_context(served.request()).named(shown)
+    keep = served.turns.keep
+
+    def late(images: Sequence[RowImage]) -> None:
+        keep(images)
+        first.close()
+
+    monkeypatch.setattr(served.turns, "keep", late)
+    with served.request() as second:
+        second.named(shown)
+        assert [path.name for path in directory.iterdir()] == [name_of(picture(0))]
+    assert not [*directory.iterdir()]
 
 
 async def test_a_client_that_leaves_while_its_image_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
