@@ -131,8 +131,9 @@ def images_of(setup: "Setup", terminal: "Terminal") -> "ImagesOfRequests | None"
 
             logging.set_verbosity_error()  # on defaults of configs that the folder overrides
             return reader(setup.model_folder, setup.folder / IMAGES)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.vision: expected a processor in {setup.model_folder}, found {error}") from error
+    except Exception as error:  # a folder may have any processor
+        found = f"{type(error).__name__}: {error}"
+        raise UsageError(f"model.vision: expected a processor in {setup.model_folder}, found {found}") from error
 
 
 def serve_tinker(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
