@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.rows import BENCHMARKS, append_rows, csv_rows, curve_columns, metric_lines, points_of, ran_on, run_to_end
@@ -151,12 +151,18 @@ def earlier() -> Iterator[dict[str, str]]:
             yield row | {"config": f"{row['game']}_llama", "measure": GAMES[row["measure"]]}
 
 
+def without_runs(name: str, runs: Container[str]) -> str:
+    if name in runs:
+        return ""
+    return " (no kept run)" if load(find(name)).eval.size else " ([by their scripts](tinker.md))"
+
+
 def page() -> str:
     """Return docs/recipes.md."""
     runs, lines = kept(), [HEAD]
     for story, names in STORIES.items():
         lines += [f"## {story}", ""]
-        lines += [f"- `{name}`: {described(name)}" + ("" if name in runs else " (no kept run)") for name in names]
+        lines += [f"- `{name}`: {described(name)}{without_runs(name, runs)}" for name in names]
         lines += [*table_of(names, runs), ""]
     lines += ["## Variants", "", "Tables of `train_configs/variants.toml`: a few keys over another config.", ""]
     lines += [table_line(["`--config`", "over", "shows"]), table_line(["---"] * 3)]
