@@ -1,6 +1,7 @@
 """Images that a seed draws, in a run's folder, and prompts that have them."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -73,3 +74,14 @@ def transformers_logprobs(
         embedded[0, at] = features
     logits = model(inputs_embeds=embedded).logits[0, len(tokens) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[0, len(tokens) :, None])[:, 0]
+
+
+def as_smolvlm(folder: Path) -> None:
+    """Make an Idefics 3 a SmolVLM, whose tensors have the same names."""
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"] | {"model_type": "smolvlm_vision"}
+    changes = {"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"], "vision_config": vision}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("Idefics3", "SmolVLM"))

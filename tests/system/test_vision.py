@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from support.forked_programs import IMPORTS, results_of
 from support.gloo_ranks import on_ranks
-from support.images import draw_image, transformers_logprobs, transformers_model
+from support.images import as_smolvlm, draw_image, transformers_logprobs, transformers_model
 from support.seeing import FIRST, TEXT, cases, images_of, score
 from support.slow_cases import slow_except
 from titan_rl.ext.vision import tiny_folder
@@ -39,21 +39,23 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(
-    ("vision", "mesh"),
+    ("family", "vision", "mesh"),
     slow_except(
         [
-            *(("frozen", mesh) for mesh in [(1, 1), (2, 1), (1, 2)]),
-            *(("projection", mesh) for mesh in [(1, 2), (2, 1)]),
-            *(("all", mesh) for mesh in [(2, 1), (1, 2), (1, 1)]),
+            *(("idefics3", "frozen", mesh) for mesh in [(1, 1), (2, 1), (1, 2)]),
+            *((family, "projection", mesh) for family, mesh in [("idefics3", (1, 2)), ("smolvlm", (2, 1))]),
+            *(("smolvlm", "all", mesh) for mesh in [(2, 1), (1, 2), (1, 1)]),
         ],
         *(0, 5),
     ),
 )
 def test_log_probs_and_gradients_after_images_are_equal_on_three_sides(
-    vision: str, mesh: tuple[int, int], tmp_path: Path
+    family: str, vision: str, mesh: tuple[int, int], tmp_path: Path
 ) -> None:
     """After two syncs; the trained tensors of the second have other values."""
     first = tiny_folder.write_folder(tmp_path / "first", text=TEXT)
+    if family == "smolvlm":
+        as_smolvlm(first)
     second = Path(shutil.copytree(first, tmp_path / "second"))
     tensors = load_file(first / "model.safetensors")
     changed = {

@@ -222,6 +222,7 @@ class BuiltFamily:
 
 
 IDEFICS3 = BuiltFamily(
+    engine_keys=MappingProxyType({"architectures": ["Idefics3ForConditionalGeneration"]}),  # SmolVLM, without videos
     spec="titan_rl.actors.titan.idefics3:spec",
     seeing=MappingProxyType(
         {

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from titan_rl.config.sections import Config
@@ -21,8 +20,6 @@ def problems(config: Config, shape: ModelShape, device: str) -> Iterator[str]:
         return
     if not (folder / PROCESSOR).is_file():
         yield f"model.vision: expected a {PROCESSOR} in {folder}, found none"
-    if shape.family == "smolvlm" and find_spec("num2words") is None:
-        yield "model.vision: expected the package num2words, which the processor of smolvlm needs, found none"
     for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
         if p.context_parallel_degree > 1:
             found = p.context_parallel_degree

@@ -81,9 +81,9 @@ class ImageProcessor:
     """The processor of a folder. It imports transformers."""
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoProcessor
+        from transformers import Idefics3Processor  # SmolVLM's own writes the same, but needs torchvision for videos
 
-        self._processor: Any = AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        self._processor: Any = Idefics3Processor.from_pretrained(folder, backend="pil", local_files_only=True)
         self.token = getattr(self._processor, "image_token", None)
         if not self.token or getattr(self._processor, "image_processor", None) is None:
             raise UnfitProcessor(f"a {type(self._processor).__name__}")

@@ -1,6 +1,5 @@
 """The trainer's log-probs after images are transformers'."""
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.images import draw_image, places_of, prompt_of, transformers_logprobs, transformers_model
+from support.images import as_smolvlm, draw_image, places_of, prompt_of, transformers_logprobs, transformers_model
 from support.whole_model import whole_model
 from titan_rl.actors.titan.shard_reader import other_tensors, read_shards
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
@@ -26,14 +25,6 @@ SEQ_LEN = 160
 TEXT: dict[str, Any] = tiny_folder.TEXT | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TRAINING = TrainingSection(seq_len=SEQ_LEN, mixed_precision_param="float32")
 PACKED: dict[str, Any] = {"shards": 1, "seq_len": SEQ_LEN, "rows_per_microbatch": 1, "pad_id": 0}
-
-
-def as_smolvlm(folder: Path) -> None:
-    """Make an Idefics 3 a SmolVLM, whose tensors have the same names."""
-    config = json.loads((folder / "config.json").read_text())
-    vision = config["vision_config"] | {"model_type": "smolvlm_vision"}
-    changes = {"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"], "vision_config": vision}
-    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.mark.parametrize(
