@@ -1,7 +1,11 @@
 """Rules about the rewards and the answers: is there anything to learn from?"""
 
+import json
 import math
+from contextlib import suppress
+from pathlib import Path
 
+from titan_rl.config.sections import Config
 from titan_rl.tools.diagnosis.findings import Change, RunFinding, number, percent
 from titan_rl.tools.diagnosis.history import GAIN_SIGMAS, RECENT, SIGMAS, SOLVED, MetricsHistory
 from titan_rl.wire.program import command_of
@@ -55,12 +59,10 @@ def noise_sampling(run: MetricsHistory) -> RunFinding | None:
         )
     if first <= 2 and entropy > limit and run.reward_level <= HOPELESS and not run.rises:
         cold = run.config.cold_start.steps
-        change = Change.of(run.config, "cold_start.steps", max(200, 4 * cold))
+        changes = (Change.of(run.config, "cold_start.steps", max(200, 4 * cold)),)
         most = f" of at most {number(math.log(m.vocab_size))}"
         if m.hf_assets_path:
-            change = Change(
-                "model.hf_assets_path", "another checkpoint, one that follows instructions", m.hf_assets_path
-            )
+            changes = _pretrained_changes(run.config)
             most = ""  # a folder's vocabulary is not in the config
         cut = run["completions/clipped_ratio"].recent()
         return RunFinding(
@@ -69,11 +71,35 @@ def noise_sampling(run: MetricsHistory) -> RunFinding | None:
             f" at step {first}, reward {number(reward)}, {percent(cut)} cut off",
             first,
             run.last,
-            (change,),
+            changes,
             "RL strengthens right answers that it samples; this policy samples none. Supervised steps come first.",
             explains=_FOLLOW_NOISE,
         )
     return None
+
+
+def _pretrained_changes(config: Config) -> tuple[Change, ...]:
+    """Return the suspects of a pretrained model whose answers are noise."""
+    folder = config.model.hf_assets_path
+    if not _knows_chat(folder):
+        return (Change("model.hf_assets_path", "another checkpoint, one that follows instructions", folder),)
+    stronger = Change("model.hf_assets_path", "another checkpoint, one that solves some of these problems", folder)
+    if config.task.template == "chat":
+        return (stronger,)
+    return Change.of(config, "task.template", "chat"), stronger
+
+
+def _knows_chat(folder: str) -> bool:
+    """Return True if a model's name or its folder shows that it was trained on conversations."""
+    path = Path(folder)
+    if "instruct" in path.name.lower():
+        return True
+    with suppress(OSError, ValueError):
+        if (path / "chat_template.jinja").is_file():
+            return True
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return False
 
 
 _FOLLOW_NOISE = frozenset(

@@ -322,6 +322,40 @@ def test_the_most_of_a_folders_entropy_is_not_that_of_the_default_vocabulary() -
     assert " nats at step" in diagnosis.problems[0].text
 
 
+def chat_folder(draw: random.Random, folder: Path) -> str:
+    """Make a model's folder with a chat template, or with a name that has Instruct."""
+    size, kind = draw.randint(100, 999), draw.choice(["jinja", "settings", "name"])
+    name = f"Model-{size}M" + draw.choice(["-Instruct", "-instruct", "-Instruct-2507"]) * (kind == "name")
+    model = folder / str(draw.random()) / name
+    model.mkdir(parents=True)
+    if kind == "jinja":
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+    if kind == "settings":
+        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return draw.choice(["fetch:", f"{model.parent}/"]) + name if kind == "name" else str(model)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chat_model_whose_answers_are_noise_is_not_told_to_follow_instructions(seed: int, tmp_path: Path) -> None:
+    """Its prompts are suspected first, unless they are conversations."""
+    draw = random.Random(seed)
+    folder, noise = chat_folder(draw, tmp_path), {"entropy": draw.uniform(3.1, 9)} | dead_at(0.0)(0, {})
+    for template, keys in (("plain", ["task.template", "model.hf_assets_path"]), ("chat", ["model.hf_assets_path"])):
+        cfg = config(model__hf_assets_path=folder, task__template=template)
+        finding = found(metrics(draw.randint(3, 9), cfg, seed=seed, change=lambda *_: noise), cfg).problems[0]
+        assert [change.key for change in finding.changes] == keys
+        assert "instructions" not in finding.warning
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"chat_template": null}', "{", "\udcff"])
+def test_a_model_without_a_chat_template_may_not_follow_instructions(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    cfg = config(model__hf_assets_path=tmp_path)
+    noise = {"entropy": 3.9} | dead_at(0.0)(0, {})
+    finding = found(metrics(5, cfg, change=lambda *_: noise), cfg).problems[0]
+    assert "one that follows instructions" in finding.warning
+
+
 def test_engines_that_disagree_are_the_cause_of_the_collapse_that_follows() -> None:
     def change(step: int, line: Line) -> Line:
         gap = {"logprob_gap/mean": 0.4, "logprob_gap/mult": 1.6, "logprob_gap/max": 5.0} if step >= 5 else {}
