@@ -5,7 +5,8 @@
 
 The addresses of the repository and the links of README.md, which are relative, are written into the metadata. A tag is
 refused unless it, CITATION.cff and CHANGELOG.md name the version of titan_rl/__init__.py. The exit code is 1 if an
-index would refuse the metadata of a file. Needs the packages of the dev extra, or `pip install build setuptools`.
+index would refuse the metadata of a file. Needs the packages of the dev extra, or
+`pip install 'build>=1.3' 'setuptools>=77'`: Python 3.11's own setuptools is older.
 """
 
 import argparse

@@ -86,8 +86,20 @@ def help_text(typed: str) -> str:
             "",
             f"RUN is a run's job.dump_folder. {typed} COMMAND --help explains each;",
             f"{typed} run --help lists the shipped configs and the sections of a TOML.",
+            *(f"docs/: {address}" for address in documentation()),
         ]
     )
+
+
+def documentation() -> list[str]:
+    """Return the address of docs/, which a released wheel knows; a checkout has the folder."""
+    from importlib import metadata
+
+    try:
+        lines = metadata.metadata("titan-rl").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [line.partition(", ")[2] for line in lines if line.startswith("Documentation, ")]
 
 
 def hint(word: str, typed: str) -> str:

@@ -1,6 +1,9 @@
 """Says for which device the installed torch and vLLM were built, without importing them: that takes seconds."""
 
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import Distribution
@@ -37,6 +40,12 @@ def links_to_cuda(distribution: Distribution) -> bool:
             if CUDA_LIBRARY in Path(str(library.locate())).read_bytes():
                 return True
     return False
+
+
+def removal(packages: Sequence[str]) -> str:
+    """Return the command that removes packages from this environment, which has no pip if uv made it."""
+    pip = "pip uninstall -y" if _installed("pip") else f"uv pip uninstall --python {shlex.quote(sys.executable)}"
+    return " ".join([pip, *packages])
 
 
 def _installed(name: str) -> bool:

@@ -1,10 +1,12 @@
 """For which device installed packages were built, from their files."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from titan_rl.preflight.torch_build import cuda_media, torch_cuda
+from titan_rl.preflight import torch_build
+from titan_rl.preflight.torch_build import cuda_media, removal, torch_cuda
 
 
 def test_a_media_package_for_cuda_is_known_by_what_it_links_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +20,10 @@ def test_a_media_package_for_cuda_is_known_by_what_it_links_to(tmp_path: Path, m
     assert cuda_media() == ()
     (tmp_path / "a/_C.so").write_bytes(b"\x7fELF libtorch_cpu.so\0libtorch_cuda.so\0")
     assert cuda_media() == (() if torch_cuda() else ("torchvision",))
+
+
+def test_packages_are_removed_by_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/my tools/python")
+    for has_pip, command in ((True, "pip uninstall -y"), (False, "uv pip uninstall --python '/my tools/python'")):
+        monkeypatch.setattr(torch_build, "_installed", lambda name, found=has_pip: found)
+        assert removal(("torchvision", "torchcodec")) == f"{command} torchvision torchcodec"

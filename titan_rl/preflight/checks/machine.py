@@ -31,7 +31,7 @@ from titan_rl.preflight.memory import (
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.torch_build import as_numbers, cuda_media, installed_vllm, torch_cuda
+from titan_rl.preflight.torch_build import as_numbers, cuda_media, installed_vllm, removal, torch_cuda
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape, SpecShape
@@ -80,10 +80,11 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
 
 def _check_cpu(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
     wrong, generator = partial(problem, config), config.generator
-    if media := " ".join(cuda_media()):
+    if media := cuda_media():
         yield (
-            f"installed packages: expected none that is built for CUDA next to torch's CPU build, found {media}, which "
-            f"vLLM and transformers fail to import; text models do not need them: pip uninstall -y {media}"
+            "installed packages: expected none that is built for CUDA next to torch's CPU build, found "
+            f"{' '.join(media)}, which vLLM and transformers fail to import; text models do not need them: "
+            f"{removal(media)}"
         )
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield wrong("checkpoint.async_mode", '"disabled" or "async" on a CPU')

