@@ -6,6 +6,7 @@ Importing this module imports none of them.
 import atexit
 import gc
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -68,8 +69,24 @@ def import_vllm_model(folder: str) -> None:
     from vllm import ModelRegistry
 
     (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
-    with without_torchvision():
+    # A model that reads images names a class that needs torchvision; pixels come from the one that needs Pillow.
+    with without_torchvision(), unlogged("transformers.utils.import_utils", "requires torchvision"):
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+@contextmanager
+def unlogged(name: str, words: str) -> Iterator[None]:
+    """Drop the messages of a logger that have these words."""
+
+    def kept(record: logging.LogRecord) -> bool:
+        return words not in record.getMessage()
+
+    logger = logging.getLogger(name)
+    logger.addFilter(kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(kept)
 
 
 class Absent(ModuleType):

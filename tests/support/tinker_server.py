@@ -20,6 +20,17 @@ SMALL_MODEL = {key: value for key, value in SMALL.items() if key.startswith(("mo
 PROMPT = [1, 4, 5, 13, 6, 7, 14]
 
 
+_services: list[tinker.ServiceClient] = []
+"""The open ones. Each sends its server a sign of life every ten seconds, until it is closed."""
+
+
+def new_service(**keys: str) -> tinker.ServiceClient:
+    """Return a client of the SDK that ends with its server."""
+    service = tinker.ServiceClient(**keys)
+    _services.append(service)
+    return service
+
+
 @contextmanager
 def served(folder: Path, log: Path, **overrides: Any) -> Iterator[tuple[Run, str, str]]:
     """Yield the server's process as a Run, its URL and its key."""
@@ -44,6 +55,8 @@ def served(folder: Path, log: Path, **overrides: Any) -> Iterator[tuple[Run, str
     finally:
         process.kill()
         process.wait()
+        while _services:
+            _services.pop().holder.close()
 
 
 def example(answer: Sequence[int], weight: float = 1.0) -> types.Datum:

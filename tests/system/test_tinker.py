@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from support.running import Run
-from support.tinker_server import PROMPT, RANK, example, logprobs, policy_step, served, train
+from support.tinker_server import PROMPT, RANK, example, logprobs, new_service, policy_step, served, train
 
 ANSWER = [8, 9, 10, 2]
 Server = tuple[Run, str, str]
@@ -47,7 +47,7 @@ def base(server: Server) -> str:
 
 
 def new_client(base: str, rank: int = RANK, **lora: int | bool) -> tinker.TrainingClient:
-    return tinker.ServiceClient().create_lora_training_client(base_model=base, rank=rank, **lora).result()  # type: ignore[arg-type]
+    return new_service().create_lora_training_client(base_model=base, rank=rank, **lora).result()  # type: ignore[arg-type]
 
 
 def saved(folder: Path, path: str, file: str = "adapter_model.safetensors") -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def test_a_sampler_computes_what_the_trainer_does(base: str, rank: int) -> None:
     """vLLM reads the adapter, and a smaller rank has its own scale. The sampler stays as it was while training goes
     on, and one of the base never changes."""
     client = new_client(base, rank)
-    plain = tinker.ServiceClient().create_sampling_client(base_model=base).result()
+    plain = new_service().create_sampling_client(base_model=base).result()
     tokens = types.ModelInput.from_ints([*PROMPT, *ANSWER])
     untrained = plain.compute_logprobs(tokens).result()
     assert untrained[1:] == pytest.approx(logprobs(client, example(ANSWER)), abs=1e-5)
@@ -90,7 +90,7 @@ def test_a_sampler_computes_what_the_trainer_does(base: str, rank: int) -> None:
 
 
 def test_samples(base: str) -> None:
-    sampler = tinker.ServiceClient().create_sampling_client(base_model=base).result()
+    sampler = new_service().create_sampling_client(base_model=base).result()
     prompt = types.ModelInput.from_ints(PROMPT)
     params = types.SamplingParams(max_tokens=8, seed=5, stop=[])
     first, again = (sampler.sample(prompt, 4, params, include_prompt_logprobs=True).result() for _ in range(2))
@@ -182,7 +182,7 @@ def test_a_saved_state_goes_on_to_the_last_bit(base: str, folder: Path) -> None:
     state = client.save_state("half", user_metadata={"note": "x"}).result().path
     losses = train(client, data, 3)
     end = client.save_state("end").result().path
-    service = tinker.ServiceClient()
+    service = new_service()
     resumed = service.create_training_client_from_state_with_optimizer(state).result()
     assert resumed.get_info().lora_rank == 5
     assert train(resumed, data, 3) == losses
@@ -217,7 +217,7 @@ def test_a_path_is_sampled_as_it_was_saved_last(base: str) -> None:
     for _ in range(2):
         train(client, [example(ANSWER)], 2)
         path = client.save_state("same", overwrite=True).result().path
-        sampler = tinker.ServiceClient().create_sampling_client(model_path=path).result()
+        sampler = new_service().create_sampling_client(model_path=path).result()
         scores = sampler.compute_logprobs(tokens).result()[1:]
         assert scores == pytest.approx(logprobs(client, example(ANSWER)), abs=1e-5)
 
@@ -255,7 +255,7 @@ def test_layers_can_be_left_out(base: str, folder: Path) -> None:
     path = client.save_state("end").result().path
     tensors = saved(folder, path)
     assert not any("mlp" in name for name in tensors)
-    resumed = tinker.ServiceClient().create_training_client_from_state_with_optimizer(path).result()
+    resumed = new_service().create_training_client_from_state_with_optimizer(path).result()
     assert train(resumed, [example(ANSWER)], 2) == train(client, [example(ANSWER)], 2)
 
 
@@ -295,7 +295,7 @@ def test_bad_data_is_refused_and_harms_nobody(base: str, datum: types.Datum, los
 
 
 def test_other_bad_input_is_refused(base: str) -> None:
-    service = tinker.ServiceClient()
+    service = new_service()
     for call, expected in (
         (lambda: new_client("llama-of-another-server"), "base_model: expected /"),
         (lambda: new_client(base, RANK + 1), f"lora_config.rank: expected an integer from 1 to {RANK}"),
@@ -354,7 +354,7 @@ def test_a_finished_session_loses_nothing(base: str, folder: Path) -> None:
         train(client, [example(ANSWER)], 2)
         expected = logprobs(client, example(ANSWER))
     path = f"tinker://{client.model_id}/weights/unsaved-2"
-    again = tinker.ServiceClient().create_training_client_from_state_with_optimizer(path).result()
+    again = new_service().create_training_client_from_state_with_optimizer(path).result()
     assert logprobs(again, example(ANSWER)) == expected
 
 
@@ -374,7 +374,7 @@ def test_a_signal_saves_and_a_mesh_of_two_goes_on(base: str, server: Server, fol
     second = folder.parent / "second"
     second.mkdir()
     with served(folder, second / "log", parallelism__data_parallel_shard_degree=2) as (run, url, key):
-        service = tinker.ServiceClient(base_url=url, api_key=key)
+        service = new_service(base_url=url, api_key=key)
         resumed = service.create_training_client_from_state_with_optimizer(state).result()
         assert train(resumed, [example(ANSWER)], 3) == pytest.approx(expected, rel=1e-4)
         kept = service.create_training_client_from_state(unsaved).result()
