@@ -1,6 +1,7 @@
 """What a rank's imports leave out, and that leaving it out changes nothing."""
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from support.overlays import overlay
-from titan_rl.actors.imports import compile_deferred, without_gc
+from titan_rl.actors.imports import compile_deferred, unlogged, without_gc
 
 RANK = """
 import re, sys
-from titan_rl.actors.imports import compile_deferred, without_gc
+from titan_rl.actors.imports import compile_deferred, unlogged, without_gc
 with without_gc(), compile_deferred():
     from titan_rl.actors.titan.model import titan_config
 from titan_rl.actors.titan import private
@@ -118,3 +119,13 @@ def test_a_ranks_own_work_is_imported_without_monarch_and_torchtitan_without_tri
         "which is not installed: pip install triton"
     )
     assert done.stdout.splitlines() == (["True", "[]"] if merged else ["False", replaced, "[]"]), done.stderr
+
+
+def test_messages_with_some_words_are_dropped_while_something_loads(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("library.part")
+    with unlogged("library.part", "needs torchvision, which"):
+        logger.warning("it needs %s, which is missing", "torchvision")
+        logger.warning("it needs torchaudio, which is missing")
+    logger.warning("it needs torchvision, which is missing")
+    heard = [record.getMessage().split()[2] for record in caplog.records]
+    assert heard == ["torchaudio,", "torchvision,"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from titan_rl.ext.vision.quiet import without_idefics3_default
 from titan_rl.preflight.child import ask
 from titan_rl.tasks.examples import Example, PromptTokens
 from titan_rl.text.template import Message
@@ -83,7 +84,8 @@ class ImageProcessor:
     def __init__(self, folder: str) -> None:
         from transformers import Idefics3Processor  # SmolVLM's own writes the same, but needs torchvision for videos
 
-        self._processor: Any = Idefics3Processor.from_pretrained(folder, backend="pil", local_files_only=True)
+        with without_idefics3_default():
+            self._processor: Any = Idefics3Processor.from_pretrained(folder, backend="pil", local_files_only=True)
         self.token = getattr(self._processor, "image_token", None)
         if not self.token or getattr(self._processor, "image_processor", None) is None:
             raise UnfitProcessor(f"a {type(self._processor).__name__}")

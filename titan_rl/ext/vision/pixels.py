@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from titan_rl.ext.vision.quiet import without_idefics3_default
 from titan_rl.wire.types import ImagePlace
 
 Kept = TypeVar("Kept")
@@ -46,7 +47,8 @@ def image_processor(folder: str) -> Any:
     """Return the image processor of a Hugging Face folder. The one by PIL is the same in every installation."""
     from transformers import AutoImageProcessor
 
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    with without_idefics3_default():
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
 
 
 def pixels_of(path: Path, folder: str) -> Pixels:

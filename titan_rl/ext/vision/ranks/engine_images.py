@@ -2,6 +2,7 @@
 the trainer's, and so are the pixels."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from titan_rl.actors.titan.shard_reader import other_tensors
 from titan_rl.ext.vision.pixels import ImageFiles, placeholders_of
+from titan_rl.ext.vision.quiet import without_idefics3_default
 from titan_rl.wire.types import Request, names_of
 
 
@@ -27,11 +29,14 @@ class EngineImages:
     def __init__(self, settings: Any, *, on_cpu: bool) -> None:
         if settings.sleeps and not on_cpu:
             raise ValueError("expected an engine that keeps its weights, as no sync writes a tower, found sleeps")
+        self._loading = ExitStack()  # ends in begin: vLLM reads the folder's config between the two
+        self._loading.enter_context(without_idefics3_default())
         self._folder, self._text = settings.model_dir, settings.shape.folder_tensors()
         self.files, self._placeholders = ImageFiles(Path(settings.images), self._folder), placeholders_of(self._folder)
 
     def begin(self, llm: Any) -> set[str]:
         """Load the tower, and return the names of its parameters."""
+        self._loading.close()
         self._dtype: torch.dtype = llm.vllm_config.model_config.dtype
         tower = other_tensors(Path(self._folder), self._text)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_rl.actors.titan.shard_reader import other_tensors
 from titan_rl.ext.vision.pixels import ImageFiles, KeptItems, placeholders_of
+from titan_rl.ext.vision.quiet import without_idefics3_default
 from titan_rl.wire.types import ImagePlace, names_of
 
 TILES = 32  # computed at once
@@ -103,7 +104,8 @@ def frozen_parts(folder: str, trained: Collection[str], vision: str) -> Any:
     """Return transformers' model of the folder without its trained parts."""
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with without_idefics3_default():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.text_config.num_hidden_layers, config.text_config.vocab_size, config.text_config.pad_token_id = 0, 1, None
     model: Any = AutoModel.from_config(config, dtype=torch.float32)
     del model.text_model
