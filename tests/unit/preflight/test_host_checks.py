@@ -28,6 +28,21 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("toml", "most", "images"), [("", 40, ""), ('vision = "frozen"', 20, ", 20 of which read images")]
+)
+def test_an_environment_process_that_reads_images_takes_more(
+    toml: str, most: int, images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: 40 * machine.PROCESS_BYTES)
+    monkeypatch.setattr(machine, "IMAGES_BYTES", machine.PROCESS_BYTES)
+    of = config(tmp_path, f'[model]\n{toml}\n[environment]\nname = "hunt"\nprocesses = 20\n[hosts]\nslots = 99')
+    found = machine._check_capacity(of, None, 1, most + 1)
+    expected = f"hosts.slots: expected at most {most} processes in this host's 10 GiB, found {most + 1}{images}"
+    assert list(found) == [expected]
+    assert not list(machine._check_capacity(of, None, 1, most))
+
+
 def test_gpus_are_slots(tmp_path: Path) -> None:
     two = config(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2")
     assert problems(two, gpus=Gpus(3)) == []

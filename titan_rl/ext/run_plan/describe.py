@@ -11,6 +11,7 @@ from titan_rl.config.sections import BYTES, AlgorithmSection, Config, Parallelis
 from titan_rl.config.toml import ConfigError, as_text, as_toml, load_of_run
 from titan_rl.ext.run_plan.tables import after_loss, host_rows, memory_tables, models_of_seats
 from titan_rl.preflight.added_parameters import added_parameters, trained_parameters, with_adapter_sync
+from titan_rl.preflight.checks.machine import IMAGES_BYTES
 from titan_rl.preflight.memory import (
     UNKNOWN,
     Cut,
@@ -358,6 +359,8 @@ def environments(config: Config) -> MeshRow:
         )
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
+    if config.model.vision != "none":
+        holds += f"; images add {size(IMAGES_BYTES)} to each"
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)
 
 

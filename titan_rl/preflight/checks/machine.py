@@ -38,6 +38,7 @@ from titan_rl.wire.model_shape import ModelShape, SpecShape
 from titan_rl.wire.parts import part
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
+IMAGES_BYTES = 254 * 2**20  # that reading images adds to an environment process (docs/benchmarks.md)
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LORA_RANK = 16  # to suggest
@@ -142,8 +143,12 @@ def _check_capacity(config: Config, shape: ModelShape | None, generators: int, p
     cores, memory, g = os.cpu_count() or 1, host_memory(), config.generator
     if config.hosts.threads > (most := max(4, 2 * cores)):
         yield problem(config, "hosts.threads", f"at most {most} on a host of {cores} cores")
-    if processes > (most := max(16, memory // PROCESS_BYTES)):
-        yield f"hosts.slots: expected at most {most} processes in this host's {memory >> 30} GiB, found {processes}"
+    reads = bool(config.rollout_code) and generators > 0 and config.model.vision != "none"
+    reading = config.environment.processes * reads
+    if processes > (most := max(16, (memory - reading * IMAGES_BYTES) // PROCESS_BYTES)):
+        images = f", {reading} of which read images" if reading else ""
+        expected = f"at most {most} processes in this host's {memory >> 30} GiB"
+        yield f"hosts.slots: expected {expected}, found {processes}{images}"
     cache, most = g.kv_cache_memory_mb * generators << 20, memory // 2**20 // max(1, generators)
     if cache > memory:
         yield problem(config, "generator.kv_cache_memory_mb", f"at most {most}, this host's memory per generator")
