@@ -17,7 +17,7 @@ from titan_rl.actors.imports import compile_deferred, unlogged, without_gc
 
 RANK = """
 import re, sys
-from titan_rl.actors.imports import compile_deferred, unlogged, without_gc
+from titan_rl.actors.imports import compile_deferred, without_gc
 with without_gc(), compile_deferred():
     from titan_rl.actors.titan.model import titan_config
 from titan_rl.actors.titan import private
@@ -127,5 +127,5 @@ def test_messages_with_some_words_are_dropped_while_something_loads(caplog: pyte
         logger.warning("it needs %s, which is missing", "torchvision")
         logger.warning("it needs torchaudio, which is missing")
     logger.warning("it needs torchvision, which is missing")
-    heard = [record.getMessage().split()[2] for record in caplog.records]
-    assert heard == ["torchaudio,", "torchvision,"]
+    kept = [record.getMessage().split()[2] for record in caplog.records]
+    assert kept == ["torchaudio,", "torchvision,"]
