@@ -24,7 +24,7 @@ _services: list[tinker.ServiceClient] = []
 """The open ones. Each sends its server a sign of life every ten seconds, until it is closed."""
 
 
-def new_service(**keys: str) -> tinker.ServiceClient:
+def new_service(**keys: Any) -> tinker.ServiceClient:
     """Return a client of the SDK that ends with its server."""
     service = tinker.ServiceClient(**keys)
     _services.append(service)
