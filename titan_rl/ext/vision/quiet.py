@@ -1,5 +1,5 @@
-"""Keeps transformers quiet about a default of Idefics3Config, which it warns about whatever a folder has: a padding
-token of 128002 in a vocabulary of 32,000."""
+"""Keeps transformers quiet about a default of Idefics3Config, a padding token of 128002 in a vocabulary of 32,000: it
+warns of that default beside each folder."""
 
 from contextlib import AbstractContextManager
 
