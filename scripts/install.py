@@ -111,8 +111,8 @@ def install_reasoning(installer: Installer, log: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needs = extras.get("reasoning", [])
     if needs and not installer.install(*needs):
-        why = "one of its packages, pycosat, has to be compiled: install a C compiler and Python's headers"
-        say(f"{' '.join(needs)} could not be installed, so grpo_smollm2.toml cannot run ({why}; the log: {log})")
+        say(f"{' '.join(needs)} could not be installed, so grpo_smollm2.toml cannot run: {installer.reason}")
+        say(f"if pycosat could not be compiled, install a C compiler and Python's headers; the log: {log}")
 
 
 def cpu_torch() -> str:

@@ -21,7 +21,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 LOCKS = Path(__file__).with_name("locks")
-EXTRAS: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",), "dev": ("cpu", "dev")}
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "reasoning"),  # scripts/install.py installs reasoning after either
+    "cuda": ("cuda", "reasoning"),
+    "dev": ("cpu", "dev"),
+}
 HEADER = "# {extras}: Python 3.11, Linux x86-64. By scripts/lock.py.\n"
 PYTHON = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 PLATFORM = {"python_version": "3.11", "python_full_version": "3.11.0", "sys_platform": "linux"}
