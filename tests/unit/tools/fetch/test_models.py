@@ -44,9 +44,21 @@ def test_a_fetched_model_is_a_folder_in_the_config(
 
 def test_a_name_that_is_not_in_the_catalog_is_refused(cache: Path) -> None:
     with pytest.raises(
-        FetchFailed, match=r'model\.hf_assets_path: expected .*"fetch:smollm2", found "smolm2"; did you'
+        FetchFailed,
+        match=r'model\.hf_assets_path: expected .*"fetch:smollm2", "fetch:tiny_vision", found "smolm2"; did',
     ):
         with_models(config_of("fetch:smolm2"))
+
+
+def test_a_drawn_model_is_written_once(cache: Path, capfd: pytest.CaptureFixture) -> None:
+    folder = cache / "tiny_vision"
+    folder.mkdir()
+    (folder / "left").touch()  # by a process that was killed
+    for _ in range(2):
+        assert model_folder("tiny_vision", "model.hf_assets_path") == folder
+    assert capfd.readouterr().err.count("drawing a random model into") == 1
+    assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {path.name for path in folder.iterdir()}
+    assert not (folder / "left").exists()
 
 
 def test_without_a_network_the_command_to_run_elsewhere_is_named(cache: Path, capfd: pytest.CaptureFixture) -> None:
