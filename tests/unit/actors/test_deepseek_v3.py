@@ -34,6 +34,7 @@ def test_the_published_sizes() -> None:
         **{"latent_dim": 576, "hidden_dim": 2048, "dense_layers": 3, "dense_hidden_dim": 18432, "experts": 256},
         **{"experts_per_token": 8, "shared_experts": 1, "max_seq_len": 163840, "rope_theta": 10000.0},
         **{"norm_eps": 1e-6, "tied": False, "fused_tensors": {}, "float32_ends": (), "recurrent_heads": 0},
+        "blocks": "model.layers.",
     }
     assert tensors["model.layers.3.mlp.experts.255.down_proj.weight"] == [7168, 2048]
     assert tensors["model.layers.3.mlp.gate.e_score_correction_bias"] == [256]
