@@ -3,6 +3,7 @@ images."""
 
 import base64
 import json
+import math
 import random
 import subprocess
 import sys
@@ -133,6 +134,22 @@ def test_a_run_trains_the_tower(
     assert after.keys() == before.keys()
     same = {name for name, w in before.items() if np.array_equal(w, after[name])}
     assert same == {name for name in before if "vision_model.embeddings" in name}
+
+
+def test_pairs_of_answers_after_images(runs: Runs, keys: dict[str, Any], tmp_path: Path) -> None:
+    """A loss that reads the reference begins at log 2, as both see the same."""
+    rows = [json.loads(line) for line in keys["task__path"].read_text().splitlines()]
+    path = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": row["question"], "chosen": row["answer"], "rejected": "99"} for row in rows]
+    path.write_text("\n".join(map(json.dumps, pairs)))
+    files = {"task__path": path, "task__eval_path": path, "training__global_batch_size": 8}
+    pair_keys = (
+        keys | files | {"model__name": "auto", "model__vision": "all", "cold_start__steps": 0, "training__steps": 2}
+    )
+    run = runs.finish(tmp_path / "run", "dpo_llama", small=False, **pair_keys)
+    first, second = run.lines("metrics.jsonl", "fit")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert second["loss"] < first["loss"]
 
 
 def output_of(tool: str, *arguments: object) -> str:

@@ -29,7 +29,7 @@ def blind_problems(config: Config, where: str) -> Iterator[str]:
     unsupported = (
         ("record.batches", config.record.batches, "without kept batches,"),
         ("algorithm.teacher_context", config.algorithm.teacher_context, "whose teacher reads the policy's prompt,"),
-        ("algorithm.name", config.algorithm.kind in ("preference", "reward"), "that reads no pairs,"),
+        ("algorithm.name", config.algorithm.kind == "reward", "that trains no reward model,"),
     )
     for key, used, needed in unsupported:
         if used:

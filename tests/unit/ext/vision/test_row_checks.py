@@ -39,9 +39,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextTokenizer:
             replace(SEEING, algorithm=preset("sdpo")),
             "algorithm.teacher_context: expected a run whose",
         ),
+        (replace(SEEING, algorithm=preset("dpo")), ""),
         (
-            replace(SEEING, algorithm=preset("dpo")),
-            "algorithm.name: expected a run that reads",
+            replace(SEEING, algorithm=preset("reward_model")),
+            "algorithm.name: expected a run that trains no",
         ),
         (
             replace(SEEING, algorithm=preset("ppo")),
