@@ -46,8 +46,9 @@ class Tended:
     def __call__(self, work: Any) -> Any:
         return self.running(work)
 
-    async def healed(self) -> None:
-        while any(not incident.outcome for incident in self.incidents.all):
+    async def healed(self, *, after: int = -1) -> None:
+        """Wait until more than `after` incidents are known, and each has its outcome."""
+        while len(self.incidents.all) <= after or any(not incident.outcome for incident in self.incidents.all):
             await asyncio.sleep(0.05)
 
 
@@ -193,9 +194,9 @@ def test_who_comes_back_holds_the_weights_that_the_others_hold(tended: Tended) -
         await tended.weights.sync(2)
         last = tended.mesh.replicas[max(tended.mesh.replicas)]
         before = (await tended.mesh.fingerprint())[-len(last.ranks) :]
+        count = len(tended.incidents.all)
         os.kill(deaths.alive()[last.ranks[0]], signal.SIGKILL)
-        await asyncio.sleep(0.5)
-        await tended.healed()
+        await tended.healed(after=count)
         after = await tended.mesh.fingerprint()
         assert after[-len(last.ranks) :] == before
         (completion,) = await tended.mesh.generate(requests(1, Sampling(4), samples=1)[0])

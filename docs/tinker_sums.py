@@ -1,7 +1,7 @@
 """Teaches SmolLM2 additions by a policy gradient, through Tinker's SDK.
 
 python -m titan_rl serve --tinker --config tinker_smollm2    # prints the two variables
-TINKER_BASE_URL=... TINKER_API_KEY=... python docs/loops/tinker_sums.py --steps 16
+TINKER_BASE_URL=... TINKER_API_KEY=... python docs/tinker_sums.py --steps 16
 """
 
 import argparse
