@@ -44,6 +44,7 @@ WHOLE = ShardingConfig(
 
 
 def own(parameter: Tensor | None) -> Tensor | None:
+    """Return this rank's copy of a parameter that every rank has as a whole. Its gradient reaches the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -26,11 +26,11 @@ def seeing(config: Config, shape: ModelShape, *, trains: bool) -> dict[str, Memo
 def encoding(config: Config, shape: ModelShape) -> dict[str, MemoryPart]:
     """Return the activations of a trained encoder, for a microbatch of images alone. Its layers keep their inputs, and
     compute the others again."""
-    tensors, layer = shape.folder_tensors(), "model.vision_model.encoder.layers.{}."
-    layers = sum(layer.format(i) + "mlp.fc1.weight" in tensors for i in range(len(tensors)))
-    if not layers:
+    tensors = shape.folder_tensors()
+    widened = [size for name, size in tensors.items() if name.endswith(".mlp.fc1.weight")]  # one of each layer
+    if not widened:
         return {}
-    rows, dim = tensors[layer.format(0) + "mlp.fc1.weight"]
+    layers, (rows, dim) = len(widened), widened[0]
     keys = json.loads((Path(config.model.hf_assets_path) / "config.json").read_text())
     run, patches = Placeholders.of(keys).run, Placeholders.patches_of(keys)
     tiles = config.training.local_batch_size * (config.training.seq_len // run)

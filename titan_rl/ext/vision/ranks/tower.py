@@ -94,10 +94,13 @@ class Tower:
             found = self.model.vision_model.embeddings(values.to(self.model.dtype), patches)
         else:
             found = self.model.get_image_features(values[None], mask[None]).pooler_output
-        if len(found) != len(values):
-            expected = f"expected {len(values)} tiles"
-            raise RuntimeError(f"{expected}, found {len(found)}: the tower drops tiles of zeros")
-        return Tiles(found, patches.flatten(1))
+        mask = patches.flatten(1)
+        expected = len(values), mask.shape[1] if self._patches_only else self._placeholders.run
+        if found.shape[:2] != expected:
+            raise RuntimeError(
+                f"expected {expected} tiles and features, found {[*found.shape[:2]]}: the tower drops tiles of zeros"
+            )
+        return Tiles(found, mask)
 
 
 def frozen_parts(folder: str, trained: Collection[str], vision: str) -> Any:
