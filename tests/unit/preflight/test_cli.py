@@ -89,7 +89,7 @@ def test_overrides(argv: list[str], section: str, key: str, value: object) -> No
         (["--rollout.group_size", "1"], "rollout.group_size: expected at least 2"),
         (
             ["--model.hf_assets_path", "fetch:smollm3"],
-            'model.hf_assets_path: expected a folder or "fetch:smollm2", found',
+            'model.hf_assets_path: expected a folder or "fetch:smollm2" or "fetch:tiny_vision", found "smollm3"; did',
         ),
     ],
 )

@@ -39,7 +39,7 @@ def model_folder(name: str, key: str) -> Path:
     """Return the Hugging Face folder of a model of the catalog. `key`: where its name was given, for the message."""
     names = [*MODELS, *DRAWN]
     if name not in names:
-        known = ", ".join(as_toml(PREFIX + each) for each in names)
+        known = " or ".join(as_toml(PREFIX + each) for each in names)
         raise FetchFailed(f"{key}: expected a folder or {known}, found {as_toml(name)}{did_you_mean(name, names)}")
     cache = cache_folder()
     if name in DRAWN:

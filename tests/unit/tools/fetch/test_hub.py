@@ -112,7 +112,7 @@ def test_what_no_run_could_use_is_refused_in_one_line(
         "own/unknown": f"expected a repository at {hub.url}, found no own/unknown",
         "own/bare@v2": "expected a revision of own/bare, found none named 'v2'",
         "own--x/bare": "expected OWNER/NAME of a repository, found 'own--x/bare'",
-        "own/model.gguf": 'expected a folder or "fetch:smollm2", "fetch:tiny_vision", found "own/model.gguf"',
+        "own/model.gguf": 'expected a folder or "fetch:smollm2" or "fetch:tiny_vision", found "own/model.gguf"',
     }
     with hub.client(tmp_path, HF_TOKEN="") as call:
         for name, expected in refused.items():

@@ -45,7 +45,7 @@ def test_a_fetched_model_is_a_folder_in_the_config(
 def test_a_name_that_is_not_in_the_catalog_is_refused(cache: Path) -> None:
     with pytest.raises(
         FetchFailed,
-        match=r'model\.hf_assets_path: expected .*"fetch:smollm2", "fetch:tiny_vision", found "smolm2"; did',
+        match=r'model\.hf_assets_path: expected .*"fetch:smollm2" or "fetch:tiny_vision", found "smolm2"; did',
     ):
         with_models(config_of("fetch:smolm2"))
 
