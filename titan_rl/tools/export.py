@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> ExportSource:
     """Read the run's config, and find the checkpoint."""
     if not (run / CONFIG).is_file():
-        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, {RunFiles(run).absence}")
     try:
         config = RunFiles(run).config()
         name, folder = _checkpoint(run, step, critic)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from titan_rl.config.policies import POLICIES
 from titan_rl.config.toml import CONFIG
 from titan_rl.record.lines import encode
 from titan_rl.record.run_names import ANSWERS, METRICS, ROLLOUTS
@@ -291,12 +290,9 @@ def steps_of(wish: str | None, steps: Sequence[int], default: Sequence[int]) -> 
 
 def refuse_folder(files: RunFiles) -> None:
     run = files.folder
-    if not run.is_dir():
-        raise UsageError(f"RUN: expected the dump folder of a run, found no folder {run}")
-    if not files.active and not any((files / name).exists() for name in (CONFIG, ROLLOUTS, ANSWERS)):
-        policies = ", ".join(str(path.parent) for path in sorted(run.glob(f"{POLICIES}/*/{CONFIG}")))
-        hint = f"; its policies have folders: {policies}" if policies else ""
-        raise UsageError(f"RUN: expected the dump folder of a run, found no {CONFIG} in {run}{hint}")
+    recorded = any((files / name).exists() for name in (CONFIG, ROLLOUTS, ANSWERS))
+    if not run.is_dir() or not (files.active or recorded):
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, {files.absence}")
 
 
 def without_rollouts(files: RunFiles) -> str:

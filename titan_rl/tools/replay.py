@@ -95,7 +95,7 @@ def plan_of(run: Path, step: int | None, overrides: Sequence[tuple[str, str]]) -
     """Find the batches and the checkpoint. Raise UsageError if the step cannot be made again."""
     files = RunFiles(run)
     if not (files / CONFIG).is_file():
-        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, found none in {run}")
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, {files.absence}")
     wrong = [key for key, _ in overrides if key.split(".")[0] not in FREE]
     if wrong:
         raise UsageError(f"--{wrong[0]}: expected a key of {', '.join(FREE)}: another one would change the result")

@@ -33,8 +33,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        expected = f"RUN: expected the dump folder of a run, with its config.toml, found none in {folder}"
+    for folder, found in ((tmp_path, "none in"), (tmp_path / "none", "no folder")):
+        expected = f"RUN: expected the dump folder of a run, with its config.toml, found {found} {folder}"
         assert refusal(capsys, str(folder)) == expected
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import tomli
 
 from titan_rl.config.plain_files import text_of
+from titan_rl.config.policies import POLICIES
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import CONFIG, ConfigError, load_of_run
 from titan_rl.record.config_history import Cut, cuts
@@ -59,7 +60,11 @@ class RunFiles:
     @property
     def absence(self) -> str:
         """Return the end of a message that a file, or the whole folder, was not found."""
-        return f"found none in {self.folder}" if self.folder.is_dir() else f"found no folder {self.folder}"
+        if not self.folder.is_dir():
+            return f"found no folder {self.folder}"
+        policies = ", ".join(str(path.parent) for path in sorted(self.folder.glob(f"{POLICIES}/*/{CONFIG}")))
+        hint = f"; its policies have folders: {policies}" if policies else ""
+        return f"found none in {self.folder}{hint}"
 
     def objects(self, name: str, expected: Mapping[str, Check]) -> Objects:
         return objects(self / name, expected)

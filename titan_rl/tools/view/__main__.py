@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_rl.record.lines import Unwritable, must_write, write_whole
 from titan_rl.record.run_names import FAULTS, METRICS
+from titan_rl.tools.inspect.run_files import RunFiles
 from titan_rl.tools.view.live import LiveServer
 from titan_rl.tools.view.page import page, page_data
 from titan_rl.wire.program import DONE, FAILED, USAGE, command_of, enter
@@ -66,10 +67,8 @@ def parser() -> argparse.ArgumentParser:
 def problem_of(options: argparse.Namespace) -> str:
     """Return the problem of the command line, or ""."""
     for run in options.run:
-        if not run.is_dir():
-            return f"RUN: expected the dump folder of a run, found no folder {run}"
         if not (run / METRICS).exists():
-            return f"RUN: expected the dump folder of a run, with its {METRICS}, found none in {run}"
+            return f"RUN: expected the dump folder of a run, with its {METRICS}, {RunFiles(run).absence}"
     if len({run.resolve() for run in options.run}) < len(options.run):
         return "RUN: expected different runs, found one twice"
     if len(options.run) > MOST_RUNS:

@@ -28,6 +28,15 @@ def test_a_folder_without_files_has_nothing(tmp_path: Path) -> None:
             next(lines())
 
 
+def test_a_run_of_several_policies_names_their_folders(tmp_path: Path) -> None:
+    own = [tmp_path / "policies" / name for name in ("first", "second")]
+    for folder in own:
+        folder.mkdir(parents=True)
+        (folder / "config.toml").touch()
+    (tmp_path / "policies" / "unused").mkdir()
+    assert RunFiles(tmp_path).absence == f"found none in {tmp_path}; its policies have folders: {own[0]}, {own[1]}"
+
+
 def test_faults_of_earlier_versions_have_no_counts(tmp_path: Path) -> None:
     whole = FAULT | {"outcome": "", "redone": 2, "anew": 3}
     write(tmp_path / "faults.jsonl", whole, FAULT, FAULT | {"time": None}, "not JSON", torn='{"who": "gen')
