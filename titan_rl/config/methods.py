@@ -44,7 +44,7 @@ class Advantage:
     compares: bool = True  # the samples of a group, so that equal rewards teach nothing
     needs: Literal["", "value", "teacher", "score_norm"] = ""  # the column that another model or pass computes
     scales: tuple[str, ...] = ("none", "batch")  # values of algorithm.normalize
-    reads_pass_k: bool = False
+    reads: tuple[str, ...] = ()  # keys of [algorithm] that are this method's alone, or few methods'
     rules: tuple[Rule, ...] = ()
 
 
@@ -54,6 +54,7 @@ class Clip:
 
     function: str
     formula: str
+    reads: tuple[str, ...]  # keys of [algorithm]
     rules: tuple[Rule, ...] = ()
 
 
@@ -61,8 +62,8 @@ def _advantage(name: str, **keys: Any) -> Advantage:
     return Advantage(function=f"titan_rl.batch.{name}", **keys)
 
 
-def _clip(name: str, formula: str, *rules: Rule) -> Clip:
-    return Clip(function=f"titan_rl.kernels.surrogate:{name}", formula=formula, rules=rules)
+def _clip(name: str, formula: str, reads: tuple[str, ...], *rules: Rule) -> Clip:
+    return Clip(function=f"titan_rl.kernels.surrogate:{name}", formula=formula, reads=reads, rules=rules)
 
 
 NOT_SCALED = {
@@ -116,7 +117,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             summary="the best of pass_k without it",
             formula="mean over sets S of `pass_k` samples that have i of max(S) - max(S without i)",
             used_by="pass@k",
-            reads_pass_k=True,
+            reads=("pass_k",),
             scales=("none", "group", "batch"),
         ),
         "length_weighted": _advantage(
@@ -133,6 +134,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="r - m, then m = role_decay m + (1 - role_decay) r",
             used_by="RAE (SPIRAL, prime-rl), self-play",
             compares=False,
+            reads=("role_decay",),
             rules=(Rule("credit", ("outcome",), "is a mean over whole rollouts"),),
         ),
         "return": _advantage(
@@ -142,6 +144,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="R_t = r_t + gamma R_{t+1}",
             used_by="REINFORCE++",
             compares=False,
+            reads=("gamma",),
         ),
         "greedy": _advantage(
             "experience:over_greedy",
@@ -150,6 +153,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             formula="R_t - reward of the greedy rollout",
             used_by="ReMax",
             compares=False,
+            reads=("gamma",),
             rules=(Rule("length_reward", ("none", "target"), "is outside the group"),),
         ),
         "optimal_token": _advantage(
@@ -160,6 +164,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             "W_t = sum_{s <= t} (1 - 2 p_s + sum over the vocabulary of p^2)",
             used_by="OTB",
             needs="score_norm",
+            reads=("gamma",),
         ),
         "gae": _advantage(
             "experience:over_critic",
@@ -169,6 +174,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
             used_by="PPO; V after the last token is 0",
             compares=False,
             needs="value",
+            reads=("gamma", "gae_lambda"),
         ),
         "teacher": _advantage(
             "experience:gains",
@@ -198,32 +204,44 @@ def advantage_of(name: str) -> Advantage:
 
 
 NO_DUAL = Rule("dual_clip", (0.0,), "does not use it")
-OF_PROBABILITIES = tuple(Rule(key, (), "bounds the change of a probability", 1.0) for key in ("clip_low", "clip_high"))
+BOUNDS = ("clip_low", "clip_high")
+DUAL = (*BOUNDS, "dual_clip")
+OF_PROBABILITIES = tuple(Rule(key, (), "bounds the change of a probability", 1.0) for key in BOUNDS)
+VESPO = ("vespo_k_positive", "vespo_k_negative", "vespo_lambda_positive", "vespo_lambda_negative")
 CLIPS: Mapping[str, Clip] = MappingProxyType(
     {
-        "ppo": _clip("ppo", "-min(r A, clip(r, 1 - low, 1 + high) A)"),
-        "cispo": _clip("cispo", "-sg(clip(r, 1 - low, 1 + high)) A logprob_t", NO_DUAL),
-        "sapo": _clip("sapo", "-4 / tau sigmoid(tau (r - 1)) A", NO_DUAL),
-        "dppo_tv": _clip("dppo_tv", "-sg(min(r, dual_clip)) A logprob_t", *OF_PROBABILITIES),
-        "dppo_kl": _clip("dppo_kl", "-sg(min(r, dual_clip)) A logprob_t"),
-        "prob_diff": _clip("prob_diff", "-r A", NO_DUAL, *OF_PROBABILITIES),
+        "ppo": _clip("ppo", "-min(r A, clip(r, 1 - low, 1 + high) A)", DUAL),
+        "cispo": _clip("cispo", "-sg(clip(r, 1 - low, 1 + high)) A logprob_t", BOUNDS),
+        "sapo": _clip("sapo", "-4 / tau sigmoid(tau (r - 1)) A", ("sapo_tau_positive", "sapo_tau_negative")),
+        "dppo_tv": _clip("dppo_tv", "-sg(min(r, dual_clip)) A logprob_t", DUAL, *OF_PROBABILITIES),
+        "dppo_kl": _clip("dppo_kl", "-sg(min(r, dual_clip)) A logprob_t", DUAL),
+        "prob_diff": _clip("prob_diff", "-r A", BOUNDS, *OF_PROBABILITIES),
         "gmpo": _clip(
-            "gmpo",
-            "-exp(mean_t(log r_t)) A",
-            NO_DUAL,
-            Rule("ratio", ("sequence",), "is a mean over each sequence"),
+            "gmpo", "-exp(mean_t(log r_t)) A", BOUNDS, Rule("ratio", ("sequence",), "is a mean over each sequence")
         ),
         "vespo": _clip(
             "vespo",
             "-sg(w^k exp(lambda (1 - w))) A logprob_t, w = prod_t r_t",
-            NO_DUAL,
+            VESPO,
             Rule("ratio", ("token",), "multiplies the ratios of a sequence itself"),
         ),
-        "clip_cov": _clip("clip_cov", "-min(r A, clip(r, 1 - low, 1 + high) A)", NO_DUAL),
-        "kl_cov": _clip("kl_cov", "-r A + cov_kl_coef abs(log r_t)", NO_DUAL),
-        "none": _clip("unclipped", "-r A", NO_DUAL),
+        "clip_cov": _clip(
+            "clip_cov", "-min(r A, clip(r, 1 - low, 1 + high) A)", (*BOUNDS, "cov_share", "cov_low", "cov_high")
+        ),
+        "kl_cov": _clip("kl_cov", "-r A + cov_kl_coef abs(log r_t)", ("cov_share", "cov_kl_coef")),
+        "none": _clip("unclipped", "-r A", ()),
     }
 )
+PAIR_LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dpo": ("beta", "label_smoothing"),
+        "ipo": ("beta",),
+        "simpo": ("beta", "label_smoothing", "simpo_gamma"),
+        "orpo": ("beta",),
+        "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    }
+)
+"""The losses of pairs of answers, and the keys of [algorithm] that each reads."""
 POSITIVE = "needs rewards of at least 0"
 RULES: Mapping[tuple[str, str], tuple[Rule, ...]] = MappingProxyType(
     {
@@ -244,8 +262,10 @@ def rules_of(algorithm: Any) -> list[tuple[str, Rule]]:
     advantage = advantage_of(algorithm.advantage)
     scale = Rule("normalize", advantage.scales, NOT_SCALED.get(algorithm.normalize, ""))
     found = [("advantage", rule) for rule in (scale, *advantage.rules)]
-    found += [] if advantage.reads_pass_k else [("advantage", NO_PASS_K)]
-    found += [("clip", rule) for rule in CLIPS[algorithm.clip].rules]
+    found += [] if "pass_k" in advantage.reads else [("advantage", NO_PASS_K)]
+    clip = CLIPS[algorithm.clip]
+    found += [] if "dual_clip" in clip.reads else [("clip", NO_DUAL)]
+    found += [("clip", rule) for rule in clip.rules]
     for (key, value), rules in RULES.items():
         if getattr(algorithm, key) == value:
             found += [(key, rule) for rule in rules]

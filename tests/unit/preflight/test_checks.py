@@ -310,11 +310,17 @@ def test_a_run_without_a_moving_average_does_not_go_on_with_one(tmp_path: Path) 
             '[training]\nmixed_precision_param = "bfloat16"',
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
         ),
-        ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
-        ('[algorithm]\nname = "kto"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of kto"),
+        (
+            '[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1',
+            'algorithm.label_smoothing = 0.1: no effect, because algorithm.name is "ipo"',
+        ),
+        (
+            '[algorithm]\nname = "kto"\nlabel_smoothing = 0.1',
+            'algorithm.label_smoothing = 0.1: no effect, because algorithm.name is "kto"',
+        ),
         (
             '[algorithm]\nname = "online_dpo"\npair_loss = "ipo"\nlabel_smoothing = 0.1',
-            "algorithm.label_smoothing is 0.1: the loss of ipo",
+            'algorithm.label_smoothing = 0.1: no effect, because algorithm.pair_loss is "ipo"',
         ),
         (
             '[generator]\nquantization = "int8"\n[algorithm]\ncorrection = "none"',

@@ -22,6 +22,7 @@ from titan_rl.preflight.checks import (
     task,
 )
 from titan_rl.preflight.checks.parts import MODEL_CHECKS, check_parts, checks_of_parts, without_snapshots
+from titan_rl.preflight.checks.unread import unread_keys
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.memory import ONE_POLICY, AdapterCounts
 from titan_rl.preflight.placement import gpus_of_hosts
@@ -119,7 +120,7 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
-    found = [*algorithm.algorithm_warnings(config), *task.chat_warnings(config)]
+    found = [*algorithm.algorithm_warnings(config), *unread_keys(config), *task.chat_warnings(config)]
     found += [
         *task.data_warnings(config),
         *(warning for each in checks_of_parts(config) for warning in each.warnings(config)),

@@ -289,9 +289,6 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
             'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
         )
-    loss = a.pair_loss if a.online_pairs else a.name
-    if loss in ("ipo", "orpo", "kto") and a.label_smoothing:
-        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of {loss} does not use it"
     if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip in ("clip_cov", "none"):
         return
     preset = algorithm_of({"name": a.name}, config)
