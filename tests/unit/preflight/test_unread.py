@@ -43,7 +43,7 @@ def other_value(key: Key, value: Any, r: random.Random) -> Any:
 def drawn(r: random.Random, clip: str) -> AlgorithmSection:
     """Return an algorithm with some of its keys changed, such that its methods fit each other."""
     while True:
-        a = preset(r.choice(RL), lag=r.choice((0, 1)), clip=clip, cov_share=0.5)  # of few tokens
+        a = preset(r.choice(RL), lag=r.choice((0, 1)), clip=clip, cov_share=0.5)  # there are few tokens
         for name in (*METHODS, *r.sample(SHOWN, 3)):
             a = replace(a, **{name: r.choice((getattr(a, name), other_value(KEYS[name], getattr(a, name), r)))})
         if a.advantage != "per_reward" and all(rule.holds(getattr(a, rule.key)) for _, rule in rules_of(a)):
@@ -108,9 +108,28 @@ def test_no_shipped_config_sets_a_key_in_vain() -> None:
         ),
         (
             "sft_llama",
-            {"algorithm.beta": "0.2", "rollout.group_size": "4"},
-            'algorithm.beta = 0.2, rollout.group_size = 4: no effect, because algorithm.name is "sft"',
+            {"rollout.group_size": "4", "rollout.top_p": "0.9"},
+            "rollout.group_size = 4, rollout.top_p = 0.9: no effect, because the algorithm samples no answers",
         ),
+        (
+            "grpo_llama",
+            {"task.path": "mine.jsonl", "task.answer_key": "sum"},
+            'task.path = "mine.jsonl", task.answer_key = "sum": no effect, because task.name has its own problems',
+        ),
+        ("grpo_llama", {"task.path": "mine.jsonl", "task.name": "jsonl"}, ""),
+        ("grpo_llama", {"lora.alpha": "16"}, "lora.alpha = 16.0: no effect, because lora.rank is 0"),
+        ("grpo_llama", {"lora.alpha": "16", "lora.rank": "4"}, ""),
+        ("grpo_llama", {"reference.mesh": "own", "algorithm.kl_coef": "0.1"}, ""),
+        ("dpo_llama", {"reference.mesh": "own"}, ""),
+        ("grpo_llama", {"critic.lr": "0.1"}, "critic.lr = 0.1: no effect, because the algorithm needs no critic"),
+        ("ppo_llama", {"critic.lr": "0.1"}, ""),
+        (
+            "grpo_llama",
+            {"training.global_batch_size": "8"},
+            "training.global_batch_size = 8: no effect, because a step has rollout.groups_per_step x group_size "
+            "samples",
+        ),
+        ("kuhn_llama", {"environment.processes": "3"}, ""),
         (
             "grpo_llama",
             {"algorithm.gae_lambda": "0.9"},

@@ -119,8 +119,9 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
 
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY) -> list[str]:
     """Return the settings that run, but are probably not intended."""
+    found = [*unread_keys(config)]
     config = on_device(config, device := device_of(config, gpus.count))
-    found = [*algorithm.algorithm_warnings(config), *unread_keys(config), *task.chat_warnings(config)]
+    found += [*algorithm.algorithm_warnings(config), *task.chat_warnings(config)]
     found += [
         *task.data_warnings(config),
         *(warning for each in checks_of_parts(config) for warning in each.warnings(config)),

@@ -1,11 +1,12 @@
-"""Warns of keys that were set and that the chosen algorithm does not read, so that no wish is lost in silence."""
+"""Warns of keys that were set and that the run does not read, so that no wish is lost in silence."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from titan_rl.config.algorithm_sections import TASKS
 from titan_rl.config.methods import ADVANTAGES, CLIPS, PAIR_LOSSES, advantage_of
 from titan_rl.config.presets import algorithm_of
-from titan_rl.config.sections import Config, RolloutSection
+from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, schema
 
 UNREAD: tuple[tuple[str, tuple[bool | float | str, ...], tuple[str, ...]], ...] = (
@@ -22,10 +23,31 @@ UNREAD: tuple[tuple[str, tuple[bool | float | str, ...], tuple[str, ...]], ...] 
     ("teacher_weights", ("folder", "reference", "policy"), ("teacher_decay",)),
 )
 """Keys of [algorithm] that are not read while another key has one of some values: (the other key, its values, they)."""
+UNCHANGED = Config()
 OF_CLIPS = {key for clip in CLIPS.values() for key in clip.reads}
 OF_ADVANTAGES = {key for advantage in ADVANTAGES.values() for key in advantage.reads}
 OF_PAIRS = {key for keys in PAIR_LOSSES.values() for key in keys}
 OF_SAMPLING = ("groups_per_step", "group_size", "max_staleness_steps", "top_p", "top_k", "min_p")
+OF_FILES = ("path", "sources", "eval_path", "prompt_key", "answer_key", "demonstration_key", "images_key")
+IDLE: tuple[tuple[str, tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    ("task", OF_FILES, lambda c: c.task.name in TASKS and c.task.name != "jsonl", "task.name has its own problems"),
+    ("lora", ("alpha", "base_dtype"), lambda c: not c.lora.on, "lora.rank is 0"),
+    ("rollout", OF_SAMPLING, lambda c: c.algorithm.kind != "rl", "the algorithm samples no answers"),
+    ("environment", (), lambda c: not c.rollout_code, "environment.name and task.agent are empty"),
+    ("reference", (), lambda c: not c.algorithm.needs_reference, "the algorithm needs no reference"),
+    ("critic", (), lambda c: not c.algorithm.needs_critic, "the algorithm needs no critic"),
+    ("reward_model", (), lambda c: "reward_model" not in c.roles, 'task.reward is not "model"'),
+    ("teacher", (), lambda c: not (c.algorithm.needs_teacher or c.cold_start.teacher_prompts), "there is no teacher"),
+    (
+        "training",
+        ("global_batch_size",),
+        lambda c: c.algorithm.kind == "rl",
+        "a step has rollout.groups_per_step x group_size samples",
+    ),
+    ("lr_scheduler", ("decay_type", "min_lr_factor"), lambda c: not c.lr_scheduler.decay_ratio, "decay_ratio is 0"),
+    ("placement", ("sleep",), lambda c: c.placement.kind != "colocated", 'placement.kind is not "colocated"'),
+)
+"""Keys of other sections, or all of a section's, and the runs that do not read them: (section, keys, runs, reason)."""
 
 
 def unread(config: Config) -> dict[str, str]:
@@ -50,16 +72,19 @@ def unread(config: Config) -> dict[str, str]:
 
 
 def unread_keys(config: Config) -> Iterator[str]:
-    """Yield a warning of the keys without an effect, for each reason."""
+    """Yield a warning of the keys without an effect, for each reason. `config`: as read, before "auto" is resolved."""
     a, usual = config.algorithm, algorithm_of({"name": config.algorithm.name}, config)
     by_reason = defaultdict[str, list[str]](list)
     for key, other in unread(config).items():
         if (value := getattr(a, key)) != getattr(usual, key):
-            by_reason[other].append(f"algorithm.{key} = {as_toml(value)}")
-    if a.kind != "rl":
-        rollout, default = config.rollout, RolloutSection()
-        changed = [key for key in OF_SAMPLING if getattr(rollout, key) != getattr(default, key)]
-        by_reason["name"] += [f"rollout.{key} = {as_toml(getattr(rollout, key))}" for key in changed]
-    for other, keys in by_reason.items():
-        if keys:
-            yield f"{', '.join(keys)}: no effect, because algorithm.{other} is {as_toml(getattr(a, other))}"
+            by_reason[f"algorithm.{other} is {as_toml(getattr(a, other))}"].append(
+                f"algorithm.{key} = {as_toml(value)}"
+            )
+    for name, keys, idle, reason in IDLE:
+        if idle(config):
+            section, default = getattr(config, name), getattr(UNCHANGED, name)
+            changed = [key for key in keys or schema()[name] if getattr(section, key) != getattr(default, key)]
+            by_reason[reason] += [f"{name}.{key} = {as_toml(getattr(section, key))}" for key in changed]
+    for reason, found in by_reason.items():
+        if found:
+            yield f"{', '.join(found)}: no effect, because {reason}"
