@@ -24,15 +24,6 @@ from titan_rl.tools.inspect.audit_rules import audit
 from titan_rl.tools.view.run_data import run_data
 from titan_rl.wire.types import IMAGES
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>"
-    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
-)
-TURNS = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 STEPS = 3
 LOW: dict[str, Any] = {"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"}
@@ -61,7 +52,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "task__eval_path": rows,
         "task__images_key": "",
         "task__template": "chat",
-        "task__chat_template": TEMPLATE,
         "model__hf_assets_path": tiny_folder.write_folder(folder / "model", text=tiny_folder.TEXT | TEXT),
         "cold_start__steps": 2,
         "rollout__groups_per_step": 4,
@@ -186,7 +176,6 @@ def test_a_run_reads_the_images_that_an_agent_sends(runs: Runs, tmp_path: Path) 
         "task__agent": "picture_agent:run",
         "task__path": tmp_path / "rows.jsonl",
         "task__template": "chat",
-        "task__chat_template": TURNS,
         "model__hf_assets_path": folder,
         **{"lora__rank": 8, "lora__sync": "adapter"},
         **{"training__mixed_precision_param": "bfloat16", "generator__dtype": "bfloat16"},
@@ -213,7 +202,6 @@ def test_a_run_in_16_bits_that_lags_reads_the_images_of_chats(runs: Runs, tmp_pa
         "environment__processes": 2,
         "task__path": tmp_path / "rows.jsonl",
         "task__template": "chat",
-        "task__chat_template": TURNS,
         "model__hf_assets_path": folder,
         "rollout__max_staleness_steps": 1,
         "optimizer__lr": 1e-6,  # what differs is rounding, not a version

@@ -18,11 +18,6 @@ from titan_rl.ext.vision import tiny_folder
 from titan_rl.ext.vision.kept_images import write_image
 from titan_rl.ext.vision.squares import drawn
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 LONG = "how many squares? " * 12  # more than a block of the prefix cache, which equal beginnings share
 
 
@@ -33,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    keys = {"task.template": "chat", "task.chat_template": TEMPLATE, "training.seq_len": "512"}
+    keys = {"task.template": "chat", "training.seq_len": "512"}
     keys |= {"generator.dtype": "bfloat16", "generator.kv_cache_memory_mb": "64"}
     given = [word for key, value in keys.items() for word in (f"--{key}", value)]
     log = tmp_path_factory.mktemp("serve")

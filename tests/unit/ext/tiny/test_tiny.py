@@ -13,6 +13,7 @@ from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import find, load, shipped
 from titan_rl.ext.tiny.shrink import AT_MOST, DEGREES, TINY_PARAMETERS, shrunk
+from titan_rl.preflight.pretrained import with_models
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
@@ -58,9 +59,26 @@ def test_the_structure_stays(name: str, tmp_path: Path) -> None:
     for was, now in meshes:
         assert [getattr(now, key) for key in DEGREES] == [min(2, getattr(was, key)) for key in DEGREES]
     assert after.generator.tensor_parallel_degree == min(2, before.generator.tensor_parallel_degree)
-    assert shape_of(after.model).parameters <= TINY_PARAMETERS
+    assert shape_of(with_models(after).model).parameters <= TINY_PARAMETERS
     assert after.training.steps == before.training.steps
     assert all(valued(after, key) <= most for key, most in AT_MOST.items())
+
+
+def test_a_model_that_sees_and_its_rows_have_stand_ins_that_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "charts.toml").write_text("""
+        task = {name = "jsonl", path = "charts.parquet", eval_path = "charts.parquet", template = "chat"}
+        model = {hf_assets_path = "SmolVLM-256M-Instruct", vision = "all"}
+        algorithm.name = "gspo"
+    """)
+    run = ["--config", "charts.toml", "--dry-run", "--scale", "tiny"]
+    assert main(run) == 0
+    printed = changes(capsys.readouterr().out)
+    assert printed["model.hf_assets_path"] == '"SmolVLM-256M-Instruct" -> "fetch:tiny_vision"'
+    assert printed["task.images_key"] == '"" -> "image"'
+    assert printed["task.name"].endswith('squares:counted"')
 
 
 def test_what_is_given_stays_and_what_changes_is_printed(
@@ -116,7 +134,7 @@ def test_a_model_that_cannot_run_is_not_replaced_by_one_that_can(tmp_path: Path)
 def test_large_dimensions_are_shrunk_too(tmp_path: Path) -> None:
     flags = [("model.dim", "4096"), ("model.n_heads", "32"), ("model.n_layers", "32"), ("model.hidden_dim", "14336")]
     after = tiny(load(find("grpo_llama"), flags), tmp_path)
-    assert shape_of(after.model).parameters <= TINY_PARAMETERS
+    assert shape_of(with_models(after).model).parameters <= TINY_PARAMETERS
     assert tiny(load(find("grpo_llama")), tmp_path).model == load(find("grpo_llama")).model
 
 
