@@ -74,17 +74,16 @@ def unread(config: Config) -> dict[str, str]:
 def unread_keys(config: Config) -> Iterator[str]:
     """Yield a warning of the keys without an effect, for each reason. `config`: as read, before "auto" is resolved."""
     a, usual = config.algorithm, algorithm_of({"name": config.algorithm.name}, config)
-    by_reason = defaultdict[str, list[str]](list)
-    for key, other in unread(config).items():
-        if (value := getattr(a, key)) != getattr(usual, key):
-            by_reason[f"algorithm.{other} is {as_toml(getattr(a, other))}"].append(
-                f"algorithm.{key} = {as_toml(value)}"
-            )
+    by_reason, found = defaultdict[str, list[str]](list), unread(config)
+    for key in schema()["algorithm"]:
+        if key in found and (value := getattr(a, key)) != getattr(usual, key):
+            decides = f"algorithm.{found[key]} is {as_toml(getattr(a, found[key]))}"
+            by_reason[decides].append(f"algorithm.{key} = {as_toml(value)}")
     for name, keys, idle, reason in IDLE:
         if idle(config):
             section, default = getattr(config, name), getattr(UNCHANGED, name)
             changed = [key for key in keys or schema()[name] if getattr(section, key) != getattr(default, key)]
             by_reason[reason] += [f"{name}.{key} = {as_toml(getattr(section, key))}" for key in changed]
-    for reason, found in by_reason.items():
-        if found:
-            yield f"{', '.join(found)}: no effect, because {reason}"
+    for reason, settings in by_reason.items():
+        if settings:
+            yield f"{', '.join(settings)}: no effect, because {reason}"
