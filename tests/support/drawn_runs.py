@@ -1,4 +1,4 @@
-"""Draws small runs in which features meet that nobody chose to combine."""
+"""Draws small runs in which features meet by chance."""
 
 import contextlib
 import io
@@ -107,7 +107,7 @@ def parsed(text: str) -> dict[str, str]:
 
 
 def drawn(seed: int, folder: Path, features: int = 8) -> tuple[str, dict[str, Any]]:
-    """Return the name of a config and keys with up to so many features that the checks accept together. `folder`: a
+    """Return the name of a config, and keys of up to `features` features that the checks accept together. `folder`: a
     run's that is not there."""
     r = random.Random(seed)
     config = r.choice([*CONFIGS])
