@@ -293,7 +293,7 @@ ODD_ROWS: list[tuple[bytes, str]] = [
 ODD_REWARDS = [
     "def f(): return 1",
     "async def f(completion): return 1.0",
-    "def f(completions, **columns): return [None] * len(completions)",
+    "def f(completions, **columns): return [None if text.endswith('7') else 1.0 for text in completions]",
     "def f(solution_str, ground_truth): return {'score': True, 'note': 'x'}",
     "def f(**row): return True",
     "def f(completion, strict=True): return len(completion)",
