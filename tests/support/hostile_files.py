@@ -290,9 +290,11 @@ ODD_ROWS: list[tuple[bytes, str]] = [
     (lines(*[GOOD] * 5000), ""),
     (lines(GOOD | {"x": nested(99), "y": [[]] * 200}), ""),
 ]
+NO_REWARDS = "def f(completions, **columns): return [None] * len(completions)"
 ODD_REWARDS = [
     "def f(): return 1",
     "async def f(completion): return 1.0",
+    NO_REWARDS,
     "def f(completions, **columns): return [None if text.endswith('7') else 1.0 for text in completions]",
     "def f(solution_str, ground_truth): return {'score': True, 'note': 'x'}",
     "def f(**row): return True",

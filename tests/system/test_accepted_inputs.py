@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.hostile_files import ODD_REWARDS
+from support.hostile_files import NO_REWARDS, ODD_REWARDS
 from support.hostile_keys import ODD_FLAGS
 from support.running import SMALL
 
@@ -23,12 +23,13 @@ TWO_STEPS = {
 }
 
 
-def run(folder: Path, *flags: str) -> None:
+def run(folder: Path, *flags: str, code: int = 0) -> str:
     known = [f"--{key}={str(value).lower()}" for key, value in TWO_STEPS.items()]
     command = [sys.executable, "-m", "titan_rl.run", "--config", "grpo_llama", *known, *flags]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -41,4 +42,6 @@ def test_flags(tmp_path: Path, flags: str) -> None:
 @pytest.mark.parametrize("source", ODD_REWARDS)
 def test_rewards(tmp_path: Path, source: str) -> None:
     (tmp_path / "judge.py").write_text(source)
-    run(tmp_path, "--task.reward=judge:f", "--algorithm.max_dead_steps=0")
+    judged = source != NO_REWARDS  # else the run ends by name
+    said = run(tmp_path, "--task.reward=judge:f", "--algorithm.max_dead_steps=0", code=0 if judged else 1)
+    assert judged or "4 of 4 answers have no reward" in said

@@ -44,7 +44,7 @@ class Advantage:
     compares: bool = True  # the samples of a group, so that equal rewards teach nothing
     needs: Literal["", "value", "teacher", "score_norm"] = ""  # the column that another model or pass computes
     scales: tuple[str, ...] = ("none", "batch")  # values of algorithm.normalize
-    reads: tuple[str, ...] = ()  # keys of [algorithm] that are this method's alone, or few methods'
+    reads: tuple[str, ...] = ()  # keys of [algorithm] that only some methods read
     rules: tuple[Rule, ...] = ()
 
 

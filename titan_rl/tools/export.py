@@ -126,10 +126,11 @@ def parser() -> argparse.ArgumentParser:
 
 def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> ExportSource:
     """Read the run's config, and find the checkpoint."""
-    if not (run / CONFIG).is_file():
-        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, {RunFiles(run).absence}")
+    files = RunFiles(run)
+    if not (files / CONFIG).is_file():
+        raise UsageError(f"RUN: expected the dump folder of a run, with its {CONFIG}, {files.absence}")
     try:
-        config = RunFiles(run).config()
+        config = files.config()
         name, folder = _checkpoint(run, step, critic)
         policy = policy_of(config, scratch / "model")
         if critic:

@@ -373,6 +373,8 @@ def test_a_presets_own_keys_are_not_warned_of(tmp_path: Path) -> None:
 def test_k1_in_the_loss_is_warned_of(tmp_path: Path) -> None:
     (warning,) = warnings(config(tmp_path, '[algorithm]\nkl_coef = 0.1\nkl = "k1"'))
     assert warning.startswith('algorithm.kl is "k1" in the loss: its gradient is zero on average')
+    (unread,) = warnings(config(tmp_path, '[algorithm]\nkl = "k1"'))
+    assert unread == 'algorithm.kl = "k1": no effect, because algorithm.kl_coef is 0.0'
     for silent in ('kl = "k3"', 'kl_coef = 0.1\nkl = "k1"\nkl_in = "reward"', 'kl_coef = 0.1\nkl = "k2"'):
         assert warnings(config(tmp_path, f"[algorithm]\n{silent}")) == []
 

@@ -18,7 +18,7 @@ from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.config.toml import Key, find, load, planned, schema, shipped, variants
 from titan_rl.ext.preference.ranks import preference_loss
 from titan_rl.kernels.policy_loss import policy_loss
-from titan_rl.preflight.checks.unread import unread, unread_keys
+from titan_rl.preflight.checks.unread import OF_PAIRS, unread, unread_keys
 
 KEYS = schema()["algorithm"]
 DRAWS = 220
@@ -26,7 +26,7 @@ METHODS = ("advantage", "correction", "rejection", "credit", "kl_coef", "kl_in",
 OF_METHODS = {key for method in (*ADVANTAGES.values(), *CLIPS.values()) for key in method.reads}
 OTHERS = {"kl", "correction_low", "correction_high", "rejection_low", "rejection_high", "rejection_moment"}
 SHOWN = sorted(OF_METHODS - {"role_decay"} | OTHERS)
-"""Keys whose effect `learned` has; role_decay acts on the next step."""
+"""Keys that `learned` can show an effect of: role_decay acts on the next step."""
 
 
 def other_value(key: Key, value: Any, r: random.Random) -> Any:
@@ -85,11 +85,10 @@ def test_the_losses_of_pairs_read_the_keys_that_they_declare(name: str) -> None:
     usual = preset(name)
 
     def loss(a: AlgorithmSection) -> torch.Tensor:
-        keys = {key: getattr(a, key) for key in {key for keys in PAIR_LOSSES.values() for key in keys}}
+        keys = {key: getattr(a, key) for key in OF_PAIRS}
         return preference_loss.LOSSES[name](ratios, preference_loss.Preference(name=name, **keys))
 
-    read = {key for keys in PAIR_LOSSES.values() for key in keys}
-    changed = {key for key in read if not loss(usual).equal(loss(replace(usual, **{key: 0.37})))}
+    changed = {key for key in OF_PAIRS if not loss(usual).equal(loss(replace(usual, **{key: 0.37})))}
     assert changed == set(PAIR_LOSSES[name])
 
 

@@ -35,6 +35,7 @@ MODEL_KEYS = (
     *("dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"),
     *("experts", "experts_per_token"),
 )
+ROW_KEYS = ("path", "eval_path", "sources", "prompt_key", "answer_key", "demonstration_key")
 HOSTS = 2  # in place of more
 AT_MOST: dict[str, int] = {
     **{
@@ -138,9 +139,10 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
     if not missing:
         yield "task.bad_rows", "drop"
         return
-    yield "task.name", SQUARES if config.model.vision != "none" else "addition"
-    yield "task.images_key", "image" if config.model.vision != "none" else ""
-    yield from ((f"task.{key}", schema()["task"][key].default) for key in ("path", "eval_path", "sources"))
+    sees = config.model.vision != "none"
+    yield "task.name", SQUARES if sees else "addition"
+    yield from ((f"task.{key}", schema()["task"][key].default) for key in ROW_KEYS)
+    yield "task.images_key", "image" if sees else ""
     yield "eval.sets", {name: table for name, table in config.eval.sets.items() if not table.get("path")}
     yield "eval.keep_best", ""  # it may name one of the others
 

@@ -54,8 +54,8 @@ def judged(run: Invocation) -> tuple[list[str], list[str]]:
     config, gpus = run.config, run.gpus
     refused, here = [*run.problems, *config_problems(config, gpus, run.adapters)], host_problems(config, gpus=gpus)
     if run.dry_run and gpus.here and config.hosts.device != "cpu":
-        return refused, [*warnings(config, gpus=gpus, counts=run.adapters), *here]
-    return [*refused, *here], warnings(config, gpus=gpus, counts=run.adapters)
+        return refused, [*warnings(config, gpus=gpus, counts=run.adapters, scaled=run.scaled), *here]
+    return [*refused, *here], warnings(config, gpus=gpus, counts=run.adapters, scaled=run.scaled)
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
@@ -117,9 +117,11 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     ]
 
 
-def warnings(config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY) -> list[str]:
-    """Return the settings that run, but are probably not intended."""
-    found = [*unread_keys(config)]
+def warnings(
+    config: Config, *, gpus: Gpus = NO_GPUS, counts: AdapterCounts = ONE_POLICY, scaled: Sequence[str] = ()
+) -> list[str]:
+    """Return the settings that run, but are probably not intended. `scaled`: what --scale has changed."""
+    found = [*unread_keys(config, scaled)]
     config = on_device(config, device := device_of(config, gpus.count))
     found += [*algorithm.algorithm_warnings(config), *task.chat_warnings(config)]
     found += [

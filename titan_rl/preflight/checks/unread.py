@@ -1,7 +1,7 @@
 """Warns of keys that were set and that the run does not read, so that no wish is lost in silence."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from titan_rl.config.algorithm_sections import TASKS
 from titan_rl.config.methods import ADVANTAGES, CLIPS, PAIR_LOSSES, advantage_of
@@ -22,7 +22,7 @@ UNREAD: tuple[tuple[str, tuple[bool | float | str, ...], tuple[str, ...]], ...] 
     ("rejection", ("none", "token", "geometric"), ("rejection_moment",)),
     ("teacher_weights", ("folder", "reference", "policy"), ("teacher_decay",)),
 )
-"""Keys of [algorithm] that are not read while another key has one of some values: (the other key, its values, they)."""
+"""Keys of [algorithm] that are not read while another one has certain values: (the other key, its values, the keys)."""
 UNCHANGED = Config()
 OF_CLIPS = {key for clip in CLIPS.values() for key in clip.reads}
 OF_ADVANTAGES = {key for advantage in ADVANTAGES.values() for key in advantage.reads}
@@ -47,7 +47,8 @@ IDLE: tuple[tuple[str, tuple[str, ...], Callable[[Config], bool], str], ...] = (
     ("lr_scheduler", ("decay_type", "min_lr_factor"), lambda c: not c.lr_scheduler.decay_ratio, "decay_ratio is 0"),
     ("placement", ("sleep",), lambda c: c.placement.kind != "colocated", 'placement.kind is not "colocated"'),
 )
-"""Keys of other sections, or all of a section's, and the runs that do not read them: (section, keys, runs, reason)."""
+"""Keys of other sections, the runs that do not read them, and why: (section, its keys or () for all, test of a run,
+reason)."""
 
 
 def unread(config: Config) -> dict[str, str]:
@@ -71,19 +72,24 @@ def unread(config: Config) -> dict[str, str]:
     return {key: other for key, other in found.items() if not elsewhere.get(key)}
 
 
-def unread_keys(config: Config) -> Iterator[str]:
-    """Yield a warning of the keys without an effect, for each reason. `config`: as read, before "auto" is resolved."""
+def unread_keys(config: Config, scaled: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a warning of the keys without an effect, for each reason. `config`: as read, before "auto" is resolved.
+    `scaled`: lines of --scale, whose keys no user has set."""
     a, usual = config.algorithm, algorithm_of({"name": config.algorithm.name}, config)
+    settled = {line.partition(":")[0] for line in scaled}
     by_reason, found = defaultdict[str, list[str]](list), unread(config)
+
+    def note(section: str, key: str, value: object, reason: str) -> None:
+        if f"{section}.{key}" not in settled:
+            by_reason[reason].append(f"{section}.{key} = {as_toml(value)}")
+
     for key in schema()["algorithm"]:
         if key in found and (value := getattr(a, key)) != getattr(usual, key):
-            decides = f"algorithm.{found[key]} is {as_toml(getattr(a, found[key]))}"
-            by_reason[decides].append(f"algorithm.{key} = {as_toml(value)}")
+            note("algorithm", key, value, f"algorithm.{found[key]} is {as_toml(getattr(a, found[key]))}")
     for name, keys, idle, reason in IDLE:
-        if idle(config):
-            section, default = getattr(config, name), getattr(UNCHANGED, name)
-            changed = [key for key in keys or schema()[name] if getattr(section, key) != getattr(default, key)]
-            by_reason[reason] += [f"{name}.{key} = {as_toml(getattr(section, key))}" for key in changed]
+        section, default = getattr(config, name), getattr(UNCHANGED, name)
+        for key in (keys or schema()[name]) if idle(config) else ():
+            if (value := getattr(section, key)) != getattr(default, key):
+                note(name, key, value, reason)
     for reason, settings in by_reason.items():
-        if settings:
-            yield f"{', '.join(settings)}: no effect, because {reason}"
+        yield f"{', '.join(settings)}: no effect, because {reason}"

@@ -39,6 +39,7 @@ def test_every_shipped_config_is_ready_at_tiny_scale(
     assert main(["--config", name, "--dry-run", "--scale", "tiny"]) == 0
     out = capsys.readouterr().out
     assert "dry run" in out
+    assert "no effect" not in out  # of keys that --scale sets
     assert changes(out)["job.dump_folder"].endswith('_tiny"')
     assert list(tmp_path.iterdir()) == []
 
@@ -69,7 +70,7 @@ def test_a_model_that_sees_and_its_rows_have_stand_ins_that_see(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "charts.toml").write_text("""
-        task = {name = "jsonl", path = "charts.parquet", eval_path = "charts.parquet", template = "chat"}
+        task = {name = "jsonl", path = "a.parquet", eval_path = "b.parquet", prompt_key = "chart", template = "chat"}
         model = {hf_assets_path = "SmolVLM-256M-Instruct", vision = "all"}
         algorithm.name = "gspo"
     """)
